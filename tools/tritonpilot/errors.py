@@ -5,7 +5,7 @@
     ├── ModelError            4   the model file is missing, corrupt or contradicts the service file: look at the model
     ├── RepositoryError       5   the repository cannot be written: the old one is untouched
     │   └── DriftError        6   the repository on disk differs from what the service files say: run build
-    ├── HostError             7   this machine lacks something (Python, glibc, numpy, CPU, a tritonserver, perf_analyzer)
+    ├── HostError             7   this machine lacks something (Python, glibc, numpy < 2, CPU, tritonserver, ...)
     ├── PortError             8   a port is taken: says by whom
     ├── ServerError           9   a Triton did not start, is not ready, refused, or died
     └── MeasurementError     10   a measurement cannot be trusted or made
