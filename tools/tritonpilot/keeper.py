@@ -1,0 +1,161 @@
+"""Runs one tritonserver as its parent, so that nothing of it outlives the process that asked for it.
+
+    python -I -S keeper.py < job.json      (a JSON object, the fields of `Job`)
+
+It prints "pid N" when tritonserver runs and "exit STATUS" (negative: a signal) when it and its stubs are gone. SIGTERM stops
+tritonserver and lets it answer what is in flight; a second one kills it. When the process that started the keeper dies, however it
+dies, the keeper does the same by itself. At the end it removes the shared memory and the folder of this server.
+
+Why a process and not PR_SET_PDEATHSIG set by the caller: that signal comes when the *thread* that forked ends, and code between
+fork and exec is unsafe in a program with threads. The keeper has one thread, so it can use both. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TypedDict
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36
+LOOK_S = 0.2  # how often the keeper looks whether the process that started it lives
+ORPHAN_GRACE_S = 5.0  # how long a tritonserver may answer what is in flight when that process died
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Job(TypedDict):
+    """What the keeper is asked to run."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cpus: list[int]  # empty: as the keeper's own
+    log_file: str
+    parent: int  # pid of the process that asks
+    stop_timeout_s: float  # from SIGTERM to SIGKILL
+    shm_prefix: str
+    folder: str
+
+
+def main() -> None:
+    """Read the job, run it to its end, and clean up."""
+    job: Job = json.load(sys.stdin)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # stubs whose tritonserver died become our children
+    keeper = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _become_tritonserver(job, keeper, mask)
+    _own_group(server)
+    _say(f"pid {server}")
+    status = _watch(server, job)
+    end_group(server)
+    _end_adopted()
+    remove_traces(job["shm_prefix"], Path(job["folder"]))
+    _say(f"exit {status}")
+
+
+def end_group(leader: int) -> None:
+    """Kill what is left of tritonserver's process group: stubs whose tritonserver is gone."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def remove_traces(shm_prefix: str, folder: Path) -> None:
+    """Remove the shared-memory regions whose names begin with `shm_prefix`, and `folder`."""
+    for region in Path("/dev/shm").glob(f"{shm_prefix}*"):  # noqa: S108 -- where Linux keeps POSIX shared memory
+        region.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(server: int, job: Job) -> int:
+    """Wait for the end of tritonserver, and bring it about when asked to, or when nobody is left to ask."""
+    kill_at: float | None = None
+    while True:
+        received = signal.sigtimedwait(SIGNALS, LOOK_S)
+        if (status := _reap(server)) is not None:
+            return status
+        asked = received is not None and received.si_signo != signal.SIGCHLD
+        orphaned = os.getppid() != job["parent"]
+        if kill_at is None and (asked or orphaned):
+            os.kill(server, signal.SIGTERM)
+            kill_at = time.monotonic() + (ORPHAN_GRACE_S if orphaned else job["stop_timeout_s"])
+        elif kill_at is not None and (asked or time.monotonic() > kill_at):
+            os.kill(server, signal.SIGKILL)
+
+
+def _reap(server: int) -> int | None:
+    """Collect every dead child; the status of tritonserver when it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == server:
+            found = os.waitstatus_to_exitcode(status)
+
+
+def _end_adopted() -> None:
+    """Kill and collect the children that a dead tritonserver left us, in whatever group they are."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        for pid in children.read_text().split() if children.exists() else ():
+            os.kill(int(pid), signal.SIGKILL)  # our child and not collected yet, so the number is still its own
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _become_tritonserver(job: Job, keeper: int, mask: set[int | signal.Signals]) -> None:
+    """In the child: never returns."""
+    try:
+        log = os.open(job["log_file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        _own_group(0)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it died before the line above
+            os._exit(1)
+        if job["cpus"]:
+            os.sched_setaffinity(0, job["cpus"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execve(job["argv"][0], job["argv"], job["env"])
+    except OSError as failed:
+        os.write(2, f"tritonserver could not be executed: {failed}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _own_group(pid: int) -> None:
+    # Done by parent and child, so that it is done whichever runs first.
+    try:
+        os.setpgid(pid, 0)
+    except (PermissionError, ProcessLookupError):
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _say(line: str) -> None:
+    try:
+        os.write(1, f"{line}\n".encode())
+    except OSError:
+        return  # nobody reads any more
+
+
+if __name__ == "__main__":
+    main()
