@@ -11,37 +11,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
-from tritonpilot import model_config
+from tritonpilot import model_config, samples
 from tritonpilot.errors import DriftError, ModelError, SpecError
 from tritonpilot.model_config import BACKENDS, Target
-from tritonpilot.onnx_model import Signature, TensorSignature, external_files, read_signature
+from tritonpilot.onnx_model import Signature, external_files, read_signature
 from tritonpilot.repository import Change, ModelFolder, compare, versions
 from tritonpilot.spec import Service, SpecificVersions
-
-#: numpy kinds and sizes of Triton's data types; BF16 has no numpy type and BYTES is checked by kind.
-NUMPY_TYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float32",
-    "FP64": "float64",
-}
 
 
 @dataclass(frozen=True)
@@ -131,31 +113,6 @@ def check(root: Path, plans: Sequence[Plan]) -> list[Change]:
     return changes
 
 
-def load_samples(service: Service) -> dict[str, np.ndarray[Any, Any]]:
-    """The sample rows of a service: input name -> array [rows, ...].
-
-    Raises SpecError when the service has none, ModelError when the file is missing, damaged or without rows.
-    """
-    if service.model is None or service.model.samples is None:
-        raise SpecError(f"{service.path} names no samples (model.samples: an .npz with one array per input).")
-    path = service.folder / service.model.samples
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{service.path}: the samples {path} do not exist. Nothing was changed. "
-            f"{_how_to_prepare(service, 'put the file there')}"
-        ) from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ModelError(
-            f"{path} is not an .npz archive of plain arrays: {error}. Nothing was changed. Make it again."
-        ) from error
-    if not arrays or any(array.ndim == 0 or len(array) == 0 for array in arrays.values()):
-        raise ModelError(f"{path} holds no rows. Nothing was changed. Make it again.")
-    return arrays
-
-
 def _plan_model(service: Service, target: Target) -> Plan:
     assert service.model is not None
     path, model_format = model_config.model_file(service, target)
@@ -175,16 +132,16 @@ def _plan_model(service: Service, target: Target) -> Plan:
     config = model_config.generate(service, signature, target, row)
     warmup = {}
     if row is not None and service.warmup is not None and service.warmup.data == "samples":
-        warmup = {model_config.warmup_file(t.name): _raw(row[t.name], t.data_type) for t in signature.inputs}
+        warmup = {model_config.warmup_file(t.name): samples.raw(row[t.name]) for t in signature.inputs}
     return Plan(service, ModelFolder(service.service, model_config.to_text(config, _source(service)), files, warmup))
 
 
-def _sample_row(service: Service, signature: Signature) -> dict[str, np.ndarray[Any, Any]] | None:
+def _sample_row(service: Service, signature: Signature) -> dict[str, NDArray[Any]] | None:
     """The first sample of each input, checked against the model; None when the service has no samples."""
     assert service.model is not None
     if service.model.samples is None:
         return None
-    arrays = load_samples(service)
+    arrays = samples.read(service.folder / service.model.samples)
     batched = service.batching.max_batch_size > 0
     row = {}
     for tensor in signature.inputs:
@@ -195,34 +152,13 @@ def _sample_row(service: Service, signature: Signature) -> dict[str, np.ndarray[
                 f"(they have {', '.join(sorted(arrays))}). Nothing was changed. Make the samples again."
             )
         shape = tensor.shape[1:] if batched else tensor.shape
-        if not _fits(array, tensor, shape):
+        if not samples.fits(array, tensor.data_type, shape):
             raise ModelError(
                 f"{service.path}: the samples of input {tensor.name} are {array.dtype} rows of {list(array.shape[1:])}, "
                 f"but the model takes {tensor.data_type} {list(shape)}. Nothing was changed. Make the samples again."
             )
         row[tensor.name] = array[0] if shape else array[:1]
     return row
-
-
-def _fits(array: np.ndarray[Any, Any], tensor: TensorSignature, shape: Sequence[int]) -> bool:
-    if tensor.data_type == "BYTES":
-        right_type = array.dtype.kind in "SU"
-    elif tensor.data_type == "BF16":
-        right_type = array.dtype == np.dtype("uint16")  # the bit pattern
-    else:
-        right_type = array.dtype == np.dtype(NUMPY_TYPES[tensor.data_type])
-    row = array.shape[1:]
-    return (
-        right_type and len(row) == len(shape) and all(want in (-1, got) for want, got in zip(shape, row, strict=True))
-    )
-
-
-def _raw(row: np.ndarray[Any, Any], data_type: str) -> bytes:
-    """A row as Triton's binary tensor data: little-endian, row-major; BYTES elements with a 4-byte length before each."""
-    if data_type != "BYTES":
-        return np.ascontiguousarray(row).tobytes()
-    elements = (value.encode() if isinstance(value, str) else bytes(value) for value in row.ravel().tolist())
-    return b"".join(len(value).to_bytes(4, "little") + value for value in elements)
 
 
 def _members(service: Service) -> set[str]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from google.protobuf import json_format, text_format
+from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2
 
 from tritonpilot.errors import ModelError, RepositoryError, SpecError
@@ -138,7 +138,7 @@ def generate(
     service: Service,
     signature: Signature,
     target: Target = "auto",
-    sample_row: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    sample_row: Mapping[str, NDArray[Any]] | None = None,
 ) -> ModelConfig:
     """The ModelConfig of a service that serves a model file.
 
@@ -350,7 +350,7 @@ def _set_warmup(
     config: ModelConfig,
     service: Service,
     signature: Signature,
-    sample_row: Mapping[str, np.ndarray[Any, Any]] | None,
+    sample_row: Mapping[str, NDArray[Any]] | None,
 ) -> None:
     if service.warmup is None:
         return

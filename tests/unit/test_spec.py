@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tritonpilot.errors import SpecError
+from tritonpilot.spec import json_schema, load_service, load_services
+
+GOOD = """\
+service: iris
+model:
+  file: model.onnx
+batching:
+  max_batch_size: 8
+  queue_delay_us: 100
+classes:
+  - name: realtime
+    priority: 1
+    timeout_ms: 40
+  - name: batch
+    priority: 2
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "service.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_file_is_read_with_defaults(tmp_path: Path) -> None:
+    service = load_service(write(tmp_path, GOOD))
+
+    assert service.service == "iris"
+    assert [c.max_queue_size for c in service.classes] == [1000, 1000]
+    assert service.default_priority == 1
+    assert service.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("queue_delay_us", "queue_dealy_us", 6, "unknown key batching.queue_dealy_us; did you mean queue_delay_us?"),
+        ("    timeout_ms: 40", "    timeout: 40", 10, "did you mean timeout_ms?"),
+        ("service: iris", "servise: iris", 1, "unknown key servise; did you mean service?"),
+        ("batching:", "zzz: 1\nbatching:", 4, "unknown key zzz (known here: service,"),
+        ("max_batch_size: 8", "max_batch_size: many", 5, "max_batch_size: Input should be a valid integer (given: 'many')"),
+        ("max_batch_size: 8", "max_batch_size: true", 5, "Input should be a valid integer"),
+        ("max_batch_size: 8", "max_batch_size: -1", 5, "greater than or equal to 0"),
+        ("priority: 2", "priority: 3", 1, "class batch has priority 3, outside the levels 1 to 2"),
+        ("priority: 2", "priority: 0", 1, "outside the levels"),
+        ("priority: 2", "priority: 1", 1, "share priority 1"),
+        ("name: batch", "name: realtime", 1, "two classes are named realtime"),
+        ("queue_delay_us: 100", "preferred_batch_sizes: [4, 16]", 4, "preferred batch size 16 is above max_batch_size 8"),
+        ("classes:", "default_class: vip\nclasses:", 1, "default_class vip is not one of the classes (realtime, batch)"),
+        ("classes:", "warmup: {batch_sizes: [16]}\nclasses:", 1, "warmup batch size 16 is above max_batch_size 8"),
+        ("classes:", "version_policy: {latst: 1}\nclasses:", 7, "unknown key version_policy.latst; did you mean latest?"),
+        ("classes:", "instances: [{threads: 1}, {threads: 2}]\nclasses:", 1, "the same `threads`"),
+        ("classes:", "parameters: {pilot_wake_priority: '9'}\nclasses:", 7, "set by the build itself"),
+        ("service: iris", "service: ../iris", 1, "String should match pattern"),
+        ("model:\n  file: model.onnx\n", "", 1, "give either `model` or `ensemble`"),
+        ("  max_batch_size: 8\n  queue_delay_us: 100", "  max_batch_size: 0", 1, "classes need Triton's dynamic batcher"),
+        ("  queue_delay_us: 100", "  max_batch_size: 4", 6, "key 'max_batch_size' is given twice"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_refused_with_its_line_and_the_cure(
+    tmp_path: Path, old: str, new: str, line: int, said: str
+) -> None:
+    assert old in GOOD
+    path = write(tmp_path, GOOD.replace(old, new))
+
+    with pytest.raises(SpecError) as refused:
+        load_service(path)
+
+    assert said in str(refused.value)
+    assert f"{path}:{line}: " in str(refused.value) or f"line {line}," in str(refused.value)
+    assert "Nothing was changed." in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "service: [", "\tservice: x", "? [a]\n: b\n"])
+def test_what_is_no_yaml_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SpecError, match="Nothing was changed"):
+        load_service(write(tmp_path, text))
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_bytes(b"service: \xff\xfe")
+
+    with pytest.raises(SpecError, match="cannot be read"):
+        load_service(path)
+
+
+def test_two_services_with_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", GOOD)
+    write(tmp_path / "b", GOOD)
+
+    with pytest.raises(SpecError, match="Two services are named iris"):
+        load_services(tmp_path)
+
+
+def test_an_unknown_service_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "a", GOOD)
+
+    with pytest.raises(SpecError, match="no service irs in .*; did you mean iris?"):
+        load_services(tmp_path, ["irs"])
+
+
+def test_a_folder_without_services_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="There is no service.yaml"):
+        load_services(tmp_path)
+
+
+def test_an_ensemble_takes_no_classes_of_its_own(tmp_path: Path) -> None:
+    tensor = "[{name: t, data_type: FP32, dims: [4]}]"
+    step = "[{model: iris, inputs: {x: t}, outputs: {y: t}}]"
+    text = GOOD.replace(
+        "model:\n  file: model.onnx\n", f"ensemble: {{inputs: {tensor}, outputs: {tensor}, steps: {step}}}\n"
+    )
+
+    with pytest.raises(SpecError, match="an ensemble has no queue of its own"):
+        load_service(write(tmp_path, text))
+
+
+def test_the_exported_schema_is_current() -> None:
+    import json
+
+    committed = Path(__file__).parents[2] / "docs" / "service.schema.json"
+    assert json.loads(committed.read_text()) == json_schema(), "run `tritonpilot schema > docs/service.schema.json`"
+
+
+def test_the_examples_of_the_project_are_valid() -> None:
+    services = load_services(Path(__file__).parents[2] / "models")
+
+    assert {"ctr", "image"} <= {service.service for service in services}
