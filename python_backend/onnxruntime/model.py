@@ -1,0 +1,289 @@
+"""Stand-in for Triton's C++ onnxruntime backend, on a server that lacks it: CPU instances, the same config.pbtxt.
+
+A Python-based backend: Triton runs this file for every model that says `backend: "onnxruntime"` or
+`platform: "onnxruntime_onnx"`. It gathers the requests of an execution into one run and splits the answers; a request
+that fails gets its error, its batch-mates get answers. With priority levels or a queue policy it also keeps the dynamic
+batcher awake (pilotlib.waker). What it reads from the config: pilotlib.parameters and pilotlib.onnx_session.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from pilotlib.onnx_session import (
+    ModelFileError,
+    OnnxSession,
+    array_from_dlpack,
+    bf16_from_array,
+    model_path,
+    session_options,
+)
+from pilotlib.parameters import ParameterError, parse
+from pilotlib.rows import RowRunner
+from pilotlib.signature import ContradictionError, check, complete, is_complete
+from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
+from pilotlib.waker import WAKE_ID, Waker, plan
+
+REFUSALS = (ContradictionError, ModelFileError, ParameterError)
+WAKE_ANSWER = "a wake request is never executed"
+
+
+class TritonPythonModel:
+    """One instance of one model version, in a process of its own."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config):
+        """Fill in what the config leaves open, from the model file, as Triton's C++ backend does."""
+        config = auto_complete_model_config.as_dict()
+        if is_complete(config):
+            return auto_complete_model_config
+        try:
+            options, _ = session_options(config, parse(config.get("parameters", {}))[0], _core_count())
+            session = OnnxSession(model_path(config, Path(pb_utils.get_model_dir())), options)
+            complete(config, session.signature)
+        except REFUSALS as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        return auto_complete_model_config
+
+    def initialize(self, args):
+        """Load the model; raises TritonModelException naming what is wrong with config or file."""
+        config = json.loads(args["model_config"])
+        name, version = args["model_name"], args["model_version"]
+        if args["model_instance_kind"] == "GPU":
+            raise pb_utils.TritonModelException(
+                f'model "{name}" asks for a GPU instance, but this server runs the CPU stand-in for Triton\'s '
+                "onnxruntime backend. Say `instance_group [{ kind: KIND_CPU }]`, or serve the model with NVIDIA's Triton "
+                "container, whose onnxruntime backend uses GPUs."
+            )
+        try:
+            parameters, remarks = parse(config.get("parameters", {}))
+            options, more_remarks = session_options(config, parameters, _core_count())
+            path = model_path(config, Path(args["model_repository"]) / version)
+            session = OnnxSession(path, options, parameters.memory_arena_shrinkage)
+            check(config, session.signature)
+        except REFUSALS as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+        self._session = session
+        self._has_batch_dimension = config["max_batch_size"] > 0
+        self._inputs = [_Input(entry) for entry in _input_entries(config, session.signature)]
+        self._input_names = [each.name for each in self._inputs]
+        self._needs_decoding = any(each.dtype is BF16 or each.dtype is STRING for each in self._inputs)
+        self._has_optional = any(each.is_optional for each in self._inputs)
+        self._scalar_inputs = {spec.name for spec in session.signature.inputs if not spec.dims}
+        self._is_grouped = any(-1 in each.dims for each in self._inputs)
+        outputs = config["output"]
+        self._output_names = tuple(entry["name"] for entry in outputs)
+        self._bf16_outputs = {entry["name"] for entry in outputs if entry["data_type"] == "TYPE_BF16"}
+        self._runner = (
+            RowRunner(session, self._input_names, self._output_names, config["max_batch_size"])
+            if self._has_batch_dimension
+            else None
+        )
+
+        self._waker = None
+        wakes = plan(config)
+        if wakes.is_needed and parameters.pilot_waker != "off":
+            if not wakes.is_rejected:
+                more_remarks += (wakes.reason,)
+            wake = _Wake(name, int(version), self._inputs, self._output_names[0], self._has_batch_dimension)
+            self._waker = Waker(wake.send, after_us=parameters.pilot_wake_after_us, complain=pb_utils.Logger.log_warn)
+        if args["model_instance_name"].endswith("_0"):
+            for remark in remarks + more_remarks:
+                pb_utils.Logger.log_warn(f'model "{name}": {remark}')
+
+    def execute(self, requests):
+        """One response per request, in their order."""
+        waker = self._waker
+        if waker is None:
+            return self._answer(requests)
+        work = [request for request in requests if request.request_id() != WAKE_ID]
+        if len(work) < len(requests):
+            return self._answer_beside_wakes(requests, work)
+        waker.began()
+        try:
+            return self._answer(requests)
+        finally:
+            waker.ended()
+
+    def finalize(self):
+        """Release the session and end the waker's thread."""
+        if self._waker is not None:
+            self._waker.stop()
+        self._runner = self._session = None
+
+    def _answer_beside_wakes(self, requests, work):
+        refusal = pb_utils.InferenceResponse(error=pb_utils.TritonError(WAKE_ANSWER, pb_utils.TritonError.UNAVAILABLE))
+        if not work:
+            return [refusal] * len(requests)
+        self._waker.began()
+        try:
+            answers = iter(self._answer(work))
+        finally:
+            self._waker.ended()
+        return [refusal if request.request_id() == WAKE_ID else next(answers) for request in requests]
+
+    def _answer(self, requests):
+        responses = [None] * len(requests)
+        if self._runner is None:
+            for index, request in enumerate(requests):
+                self._answer_alone(index, request, responses)
+            return responses
+        groups = {}
+        for index, request in enumerate(requests):
+            try:
+                arrays = self._read(request)
+            except (KeyError, UnicodeDecodeError) as error:
+                responses[index] = self._refusal(error)
+                continue
+            key = tuple([array.shape[1:] for array in arrays]) if self._is_grouped else None
+            groups.setdefault(key, []).append((index, arrays, self._wanted(request)))
+        for group in groups.values():
+            self._answer_together(group, responses, len(groups) > 1)
+        return responses
+
+    def _answer_together(self, group, responses, is_fresh):
+        names = self._output_names
+        if any(wanted is not names for _, _, wanted in group):
+            names = tuple(name for name in names if any(name in wanted for _, _, wanted in group))
+        try:
+            answers = self._runner.run([arrays for _, arrays, _ in group], names, is_fresh)
+        except Exception as error:  # noqa: BLE001  one request must not spoil its mates: halve until it is alone
+            if len(group) == 1:
+                responses[group[0][0]] = self._refusal(error)
+                return
+            middle = len(group) // 2
+            self._answer_together(group[:middle], responses, True)
+            self._answer_together(group[middle:], responses, True)
+            return
+        for (index, _, wanted), outputs in zip(group, answers, strict=True):
+            responses[index] = pb_utils.InferenceResponse(
+                [self._tensor(name, output) for name, output in zip(names, outputs, strict=True) if name in wanted]
+            )
+
+    def _answer_alone(self, index, request, responses):
+        try:
+            tensors = request.inputs()
+            inputs = {each.name: each for each in self._inputs}
+            feeds = {tensor.name(): inputs[tensor.name()].read(tensor) for tensor in tensors}
+            for name in self._scalar_inputs:
+                feeds[name] = feeds[name].reshape(())
+            names = self._wanted(request)
+            outputs = self._session.run(names, feeds)
+        except Exception as error:  # noqa: BLE001  this request's error is its answer, others follow
+            responses[index] = self._refusal(error)
+            return
+        responses[index] = pb_utils.InferenceResponse(
+            [
+                self._tensor(name, output if output.ndim else output.reshape(1))
+                for name, output in zip(names, outputs, strict=True)
+            ]
+        )
+
+    def _read(self, request):
+        tensors = request.inputs()
+        found = {tensor.name(): tensor for tensor in tensors}
+        if self._needs_decoding:
+            return [each.read(found[each.name]) for each in self._inputs]
+        return [found[name].as_numpy() for name in self._input_names]
+
+    def _wanted(self, request):
+        names = self._output_names
+        if len(names) == 1:
+            return names
+        asked = request.requested_output_names()
+        if len(asked) == len(names):
+            return names
+        return tuple([name for name in names if name in asked])
+
+    def _tensor(self, name, output):
+        if name in self._bf16_outputs:
+            return pb_utils.Tensor.from_dlpack(name, bf16_from_array(output).to_dlpack())
+        return pb_utils.Tensor(name, output)
+
+    def _refusal(self, error):
+        if isinstance(error, KeyError):
+            error = f"input {error} is missing"
+        return pb_utils.InferenceResponse(
+            error=pb_utils.TritonError(f"onnxruntime: {error}", pb_utils.TritonError.INVALID_ARG)
+        )
+
+
+class _Input:
+    """How one input of the config is read from a request's tensor."""
+
+    def __init__(self, entry):
+        self.name = entry["name"]
+        self.dtype = DTYPES_BY_CONFIG[entry["data_type"]]
+        self.is_optional = entry.get("optional", False)
+        self.dims = [int(dim) for dim in entry["dims"]]
+
+    def read(self, tensor):
+        """The numpy array that the session takes. Raises UnicodeDecodeError for a string that is not UTF-8."""
+        if self.dtype is BF16:
+            return array_from_dlpack(tensor.to_dlpack())
+        if self.dtype is STRING:
+            return text_from_bytes(tensor.as_numpy())
+        return tensor.as_numpy()
+
+
+class _Wake:
+    """The waker's transport: a BLS request to this very model, with the smallest valid inputs."""
+
+    def __init__(self, name, version, inputs, output_name, has_batch_dimension):
+        self._name, self._version, self._output_name = name, version, output_name
+        self._tensors = [self._smallest(each, has_batch_dimension) for each in inputs if not each.is_optional]
+        family = pb_utils.MetricFamily(
+            name="pilot_wakes_total",
+            description="Requests that the backend sent to its own model to wake the dynamic batcher",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        self._family = family  # a metric without a reference to its family cannot be observed
+        self._count = family.Metric(labels={"model": name, "version": str(version)})
+
+    def send(self):
+        """Send one; whether it was executed rather than rejected in the queue. Raises RuntimeError for other answers."""
+        response = pb_utils.InferenceRequest(
+            request_id=WAKE_ID,
+            model_name=self._name,
+            model_version=self._version,
+            inputs=self._tensors,
+            requested_output_names=[self._output_name],
+            timeout=1,
+            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
+        ).exec()
+        self._count.increment(1)
+        message = response.error().message() if response.has_error() else ""
+        if "timeout expired" in message:
+            return False
+        if WAKE_ANSWER in message:
+            return True
+        raise RuntimeError(message or "the wake request was answered")
+
+    @staticmethod
+    def _smallest(each, has_batch_dimension):
+        shape = ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in each.dims]
+        if each.dtype is BF16:
+            zeros = np.zeros(shape, np.uint16)
+            return pb_utils.Tensor.from_dlpack(each.name, bf16_from_array(zeros).to_dlpack())
+        if each.dtype is STRING:
+            return pb_utils.Tensor(each.name, np.full(shape, b"", dtype=np.object_))
+        return pb_utils.Tensor(each.name, np.zeros(shape, each.dtype.numpy))
+
+
+def _input_entries(config, signature):
+    """The config's inputs, and the sequence controls that the model takes as inputs."""
+    named = {entry["name"] for entry in config["input"]}
+    controls = [
+        {"name": spec.name, "data_type": spec.dtype.config, "dims": [1]}
+        for spec in signature.inputs
+        if spec.name not in named
+    ]
+    return config["input"] + controls
+
+
+def _core_count():
+    return len(os.sched_getaffinity(0))
