@@ -1,5 +1,244 @@
-"""The command line: parse, call, print."""
+"""The command line: parse, call, print. Results go to stdout (with --json as JSON), the narration to stderr.
+
+Exit codes are those of tritonpilot.errors; 2 is a usage error, 130 is Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import rich
+import typer
+
+import tritonpilot
+from tritonpilot import build as building
+from tritonpilot import demo as demonstration
+from tritonpilot import repository as repositories
+from tritonpilot import samples, spec, sweep
+from tritonpilot.errors import PilotError, SpecError
+from tritonpilot.measurement import table, to_json
+from tritonpilot.model_config import Target
+from tritonpilot.server import EmbeddedServer
+from tritonpilot.server import serve as serve_until_signal
+
+app = typer.Typer(
+    name="tritonpilot",
+    help="From one small file per service to a served, batched, measured Triton model.",
+    epilog="Example: tritonpilot build --prepare && tritonpilot serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# One declaration per option: flag, default, help and type.
+Models = Annotated[Path, typer.Option("--models", help="Folder with one folder per service.", show_default=True)]
+Repository = Annotated[Path, typer.Option("--repository", help="Triton model repository.", show_default=True)]
+TargetOption = Annotated[
+    Target,
+    typer.Option("--target", help="Where instances run: cpu, gpu, or auto (Triton uses GPUs where there are some)."),
+]
+Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="[SERVICE]...")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 0,2 or 0-3.", metavar="LIST")]
+
+MODELS = Path("models")
+REPOSITORY = Path("model_repository")
 
 
-def main() -> None:
-    """Run the command."""
+def main() -> NoReturn:
+    """Entry point of the `tritonpilot` command."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app(standalone_mode=True)
+    except PilotError as error:
+        print(f"tritonpilot: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # `tritonpilot ... | head`
+        sys.stderr.close()
+        sys.exit(141)
+    sys.exit(0)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Handle the options that come before a command."""
+    if show:
+        print(tritonpilot.__version__)
+        raise typer.Exit
+
+
+@app.command(epilog="Example: tritonpilot build ctr --prepare --target cpu")
+def build(
+    names: Names = None,
+    models: Models = MODELS,
+    repository: Repository = REPOSITORY,
+    target: TargetOption = "auto",
+    prepare: Annotated[bool, typer.Option("--prepare", help="Train or export model files that are missing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 6 when the repository differs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; print what would be done.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the model repository from the service files (only what changed, each model in one step)."""
+    services = spec.load_services(models, names or [])
+    if prepare and not (check or dry_run):
+        building.prepare(services, target, _narrate)
+    plans = building.plan(services, target)
+    if check:
+        changes = building.check(repository, plans)
+    elif dry_run:
+        changes = [repositories.compare(repository, plan.folder) for plan in plans]
+    else:
+        building.check_versions(repository, plans)
+        changes = repositories.publish(repository, [plan.folder for plan in plans])
+    if as_json:
+        print(json.dumps([change.as_dict() for change in changes], indent=2))
+    else:
+        for change in changes:
+            print(change.describe())
+
+
+@app.command(epilog="Example: tritonpilot serve --model ctr --http-port 9000 --json")
+def serve(
+    repository: Repository = REPOSITORY,
+    model: Annotated[
+        Optional[list[str]], typer.Option("--model", help="Load only this model (repeatable); default: all.")  # noqa: UP045
+    ] = None,
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8002,
+    cpus: Cpus = "",
+    log_file: Annotated[Optional[Path], typer.Option(help="Append Triton's log to this file.")] = None,  # noqa: UP045
+    strict_config: Annotated[bool, typer.Option(help="Forbid Triton to complete a config.pbtxt.")] = False,
+    rate_limit: Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")] = False,
+    cache_mb: Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)] = 0,
+    models: Models = MODELS,
+    as_json: Json = False,
+) -> None:
+    """Serve the repository with a real tritonserver on loopback until Ctrl-C or SIGTERM."""
+    server = EmbeddedServer(
+        repository,
+        models=model or None,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        cpus=_cpu_list(cpus),
+        log_file=log_file,
+        strict_config=strict_config,
+        rate_limit=rate_limit,
+        cache_size_bytes=cache_mb << 20,
+        probe_inputs=demonstration.probe_inputs(models, repository),
+        on_progress=_narrate,
+    )
+
+    def ready(started: EmbeddedServer) -> None:
+        facts = started.describe()
+        if as_json:
+            print(json.dumps(facts), flush=True)
+        else:
+            for name, endpoint in facts["endpoints"].items():
+                print(f"{name:8} {endpoint}", flush=True)
+            _narrate("serving; Ctrl-C stops")
+
+    received = serve_until_signal(server, ready)
+    _narrate("stopped; requests in flight were answered")
+    raise typer.Exit(130 if received == signal.SIGINT else 0)
+
+
+@app.command(epilog="Example: tritonpilot measure ctr --concurrency 1,4,16,64")
+def measure(
+    service: Annotated[str, typer.Argument(help="Service to measure.")],
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, a list (closed loop).")] = "1,4,16,64",
+    rate: Annotated[str, typer.Option(help="Requests per second, a list (open loop), instead of --concurrency.")] = "",
+    batch: Annotated[int, typer.Option(help="Rows per request.", min=1)] = 1,
+    grpc: Annotated[str, typer.Option(help="gRPC endpoint of a running Triton; default: start one.")] = "",
+    priority: Annotated[int, typer.Option(help="Priority level of the requests; 0: the default class.", min=0)] = 0,
+    server_cpus: Annotated[str, typer.Option(help="Pin the started server.", metavar="LIST")] = "",
+    cpus: Cpus = "",
+    models: Models = MODELS,
+    repository: Repository = REPOSITORY,
+    as_json: Json = False,
+) -> None:
+    """Measure a service with perf_analyzer and real sample rows: one row of results per load."""
+    (chosen,) = spec.load_services(models, [service])
+    if chosen.model is None or chosen.model.samples is None:
+        raise SpecError(f"{chosen.path} names no samples, which a measurement sends. Set model.samples.")
+    rows = samples.read(chosen.folder / chosen.model.samples)
+    wanted: dict[str, Any] = {
+        "concurrencies": [] if rate else _numbers(concurrency, "--concurrency", int),
+        "rates_per_s": _numbers(rate, "--rate", float) if rate else [],
+        "batch": batch,
+        "parameters": {"priority": priority} if priority else None,
+        "is_batched": chosen.batching.max_batch_size > 0,
+        "cpus": _cpu_list(cpus),
+        "on_progress": _narrate,
+    }
+    if grpc:
+        points = list(sweep.measure(grpc, service, rows, **wanted))
+    else:
+        probes = demonstration.probe_inputs(models, repository)
+        with EmbeddedServer(
+            repository, models=[service], cpus=_cpu_list(server_cpus), probe_inputs=probes, on_progress=_narrate
+        ) as server:
+            points = list(sweep.measure(server.endpoints.grpc, service, rows, **wanted))
+            server.check_alive()
+    if as_json:
+        print(to_json(points))
+    else:
+        rich.print(table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request"))
+
+
+@app.command(epilog="Example: tritonpilot demo --json")
+def demo(models: Models = MODELS, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
+    """Train what is missing, build, serve, infer and measure the example services."""
+    result = demonstration.run(models, repository, _narrate)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        rich.print(table(result.points, title=f"{demonstration.MEASURED}, 1 row per request, perf_analyzer over gRPC"))
+        print(f"Done in {result.seconds:.0f} s. Next, leave a server running and call it with any Triton client:")
+        print(f"  {sys.argv[0]} serve")
+
+
+@app.command(epilog="Example: tritonpilot schema > docs/service.schema.json")
+def schema() -> None:
+    """Print the JSON Schema of service.yaml, for editors."""
+    print(json.dumps(spec.json_schema(), indent=2))
+
+
+def _narrate(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 -- the signature of a handler
+    """SIGTERM ends the command as Ctrl-C does, so that `with` blocks clean up."""
+    raise KeyboardInterrupt
+
+
+def _numbers(text: str, option: str, kind: type) -> list[Any]:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 1,4,16", param_hint=option)
+    return numbers
+
+
+def _cpu_list(text: str) -> list[int] | None:
+    if not text:
+        return None
+    chosen: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            chosen.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        chosen = set()
+    if not chosen:
+        raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint="--cpus")
+    return sorted(chosen)

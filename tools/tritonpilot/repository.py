@@ -19,7 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tritonpilot.errors import RepositoryError
@@ -56,6 +56,10 @@ class Change:
 
     def __bool__(self) -> bool:
         return self.publishes_version or self.writes_config or self.writes_warmup
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "changes": bool(self)}
 
     def describe(self) -> str:
         """One line for a person: `ctr: publish version 2, write config.pbtxt`."""
