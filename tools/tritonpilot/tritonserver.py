@@ -136,13 +136,14 @@ def assemble(installation: Installation, folder: Path, python: host.Version, sta
     """Make a backend directory in `folder`: the installation's backends, a stub for `python`, and our stand-ins.
 
     A stand-in is a folder with a model.py; it is left out where the installation has a backend of that name. Everything
-    is a link to a file in a folder of our own, so that neither Triton nor Python writes into the installation.
+    is a link or a copy in a folder of our own, so that neither Triton nor Python writes into the installation.
     """
     directory = folder / "backends"
     directory.mkdir()
     for backend in sorted(installation.backends.iterdir()):
         if backend.is_dir():
-            _link_files(backend, directory / backend.name)
+            # Triton refuses a link here: for a Python-based backend it checks that libtriton_python.so lies in this folder.
+            _link_files(backend, directory / backend.name, copy=backend.name == "python")
     stub = directory / "python" / STUB
     if stub.parent.is_dir() and not stub.exists():
         # Triton sets the execute bit when it is missing, and may not be allowed to.
@@ -242,11 +243,11 @@ def _stubs(root: Path) -> dict[host.Version, Path]:
     return found
 
 
-def _link_files(source: Path, target: Path) -> None:
+def _link_files(source: Path, target: Path, copy: bool = False) -> None:
     target.mkdir()
     for entry in sorted(source.iterdir()):
         if entry.name != "__pycache__":
-            _place(entry.resolve(), target / entry.name)
+            _place(entry.resolve(), target / entry.name, copy and entry.is_file())
 
 
 def _place(source: Path, target: Path, copy: bool = False) -> None:
