@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from pilotlib.loopback import Loopback, Zeros, http_endpoint, parent_command_line, wake_request
 from pilotlib.onnx_session import (
     ModelFileError,
     OnnxSession,
@@ -29,6 +30,7 @@ from pilotlib.waker import WAKE_ID, Waker, plan
 
 REFUSALS = (ContradictionError, ModelFileError, ParameterError)
 WAKE_ANSWER = "a wake request is never executed"
+EXPIRED, QUEUE_FULL = "timeout expired", "Exceeds maximum queue size"  # what Triton's core answers
 
 
 class TritonPythonModel:
@@ -89,7 +91,8 @@ class TritonPythonModel:
         if wakes.is_needed and parameters.pilot_waker != "off":
             if not wakes.is_rejected:
                 more_remarks += (wakes.reason,)
-            wake = _Wake(name, int(version), self._inputs, self._output_names[0], self._has_batch_dimension)
+            priority = parameters.pilot_wake_priority
+            wake = _Wake(name, int(version), self._inputs, self._output_names[0], self._has_batch_dimension, priority)
             self._waker = Waker(wake.send, after_us=parameters.pilot_wake_after_us, complain=pb_utils.Logger.log_warn)
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks:
@@ -221,6 +224,17 @@ class _Input:
         self.is_optional = entry.get("optional", False)
         self.dims = [int(dim) for dim in entry["dims"]]
 
+    def zeros(self, has_batch_dimension):
+        """The smallest valid input, as the loopback describes it."""
+        shape = tuple(self.smallest_shape(has_batch_dimension))
+        count = int(np.prod(shape, dtype=np.int64))
+        bytes_each = 4 if self.dtype is STRING else self.dtype.numpy.itemsize  # an empty string is its length, 4 bytes
+        name = "BYTES" if self.dtype is STRING else self.dtype.config.removeprefix("TYPE_")
+        return Zeros(self.name, name, shape, count * bytes_each)
+
+    def smallest_shape(self, has_batch_dimension):
+        return ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in self.dims]
+
     def read(self, tensor):
         """The numpy array that the session takes. Raises UnicodeDecodeError for a string that is not UTF-8."""
         if self.dtype is BF16:
@@ -231,11 +245,20 @@ class _Input:
 
 
 class _Wake:
-    """The waker's transport: a BLS request to this very model, with the smallest valid inputs."""
+    """The waker's transport: a BLS request to this very model, with the smallest valid inputs.
 
-    def __init__(self, name, version, inputs, output_name, has_batch_dimension):
+    When the default level's queue is full, a request over loopback HTTP on the level that the build reserved.
+    """
+
+    def __init__(self, name, version, inputs, output_name, has_batch_dimension, priority):
         self._name, self._version, self._output_name = name, version, output_name
-        self._tensors = [self._smallest(each, has_batch_dimension) for each in inputs if not each.is_optional]
+        required = [each for each in inputs if not each.is_optional]
+        self._tensors = [self._smallest(each, has_batch_dimension) for each in required]
+        self._loopback = None
+        endpoint = http_endpoint(os.environ, parent_command_line()) if priority > 0 else None
+        if endpoint is not None:
+            zeros = [each.zeros(has_batch_dimension) for each in required]
+            self._loopback = Loopback(endpoint, name, version, *wake_request(WAKE_ID, zeros, output_name, priority))
         family = pb_utils.MetricFamily(
             name="pilot_wakes_total",
             description="Requests that the backend sent to its own model to wake the dynamic batcher",
@@ -256,16 +279,23 @@ class _Wake:
             preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
         self._count.increment(1)
-        message = response.error().message() if response.has_error() else ""
-        if "timeout expired" in message:
+        answer = response.error().message() if response.has_error() else ""
+        if QUEUE_FULL in answer:
+            if self._loopback is None:
+                raise RuntimeError(
+                    f"{answer}. A full queue can only be woken on another priority level: reserve one with "
+                    "pilot_wake_priority and serve HTTP, or batches may wait 500 ms while the queue is full"
+                )
+            answer = self._loopback.send()
+        if EXPIRED in answer:
             return False
-        if WAKE_ANSWER in message:
+        if WAKE_ANSWER in answer:
             return True
-        raise RuntimeError(message or "the wake request was answered")
+        raise RuntimeError(answer or "the wake request was answered")
 
     @staticmethod
     def _smallest(each, has_batch_dimension):
-        shape = ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in each.dims]
+        shape = each.smallest_shape(has_batch_dimension)
         if each.dtype is BF16:
             zeros = np.zeros(shape, np.uint16)
             return pb_utils.Tensor.from_dlpack(each.name, bf16_from_array(zeros).to_dlpack())
