@@ -1,0 +1,94 @@
+"""models/artefacts.py: three files that belong together, all new or all old."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.artefacts import FACTS, MODEL, SAMPLES, is_complete, publication, sha256, write_facts
+from tritonpilot.errors import HostError, ModelError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def publish(output: Path, content: bytes) -> None:
+    with publication(output) as partial:
+        (partial / MODEL).write_bytes(content)
+        (partial / SAMPLES).write_bytes(content * 2)
+        write_facts(partial, {"content": content.decode()})
+
+
+def test_published_files_belong_together_and_nothing_else_is_left(tmp_path: Path) -> None:
+    publish(tmp_path / "build", b"new")
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == sorted([MODEL, SAMPLES, FACTS])
+    assert is_complete(tmp_path / "build")
+    facts = json.loads((tmp_path / "build" / FACTS).read_text())
+    assert facts["sha256"] == sha256(tmp_path / "build" / MODEL)
+
+
+def test_failure_keeps_the_old_files(tmp_path: Path) -> None:
+    publish(tmp_path, b"old")
+    with pytest.raises(ModelError), publication(tmp_path) as partial:  # noqa: PT012
+        (partial / MODEL).write_bytes(b"new")
+        raise ModelError("not good enough")
+    assert (tmp_path / MODEL).read_bytes() == b"old"
+    assert is_complete(tmp_path)
+
+
+def test_kill_keeps_the_old_files_and_the_next_run_removes_what_it_left(tmp_path: Path) -> None:
+    publish(tmp_path, b"old")
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from models.artefacts import publication\n"
+        "with publication(Path(sys.argv[1])) as partial:\n"
+        "    (partial / 'model.onnx').write_bytes(b'half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, check=False, env={**os.environ})
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / MODEL).read_bytes() == b"old"
+    assert is_complete(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    publish(tmp_path, b"new")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_two_runs_at_once_do_not_remove_each_others_files(tmp_path: Path) -> None:
+    with publication(tmp_path) as first:
+        (first / MODEL).write_bytes(b"first")
+        publish(tmp_path, b"second")
+        assert (first / MODEL).read_bytes() == b"first"
+        (first / SAMPLES).write_bytes(b"first")
+        write_facts(first, {})
+    assert (tmp_path / MODEL).read_bytes() == b"first"
+    assert is_complete(tmp_path)
+
+
+def test_files_of_two_runs_are_incomplete(tmp_path: Path) -> None:
+    publish(tmp_path, b"old")
+    (tmp_path / SAMPLES).write_bytes(b"of another run")
+    assert not is_complete(tmp_path)
+    (tmp_path / FACTS).write_text("{")
+    assert not is_complete(tmp_path)
+    assert not is_complete(tmp_path / "absent")
+
+
+def test_folder_that_cannot_be_written_is_one_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(HostError, match=r"Cannot write the model into .*--output"), publication(tmp_path / "file"):
+        pass
+
+
+def test_file_that_was_never_written_is_not_published(tmp_path: Path) -> None:
+    publish(tmp_path, b"old")
+    with pytest.raises(HostError), publication(tmp_path) as partial:
+        (partial / MODEL).write_bytes(b"new")
+    assert is_complete(tmp_path)
+    assert (tmp_path / MODEL).read_bytes() == b"old"
