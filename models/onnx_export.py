@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnxruntime as ort
 import torch
 from torch import nn
 
-import onnxruntime as ort
 from tritonpilot.errors import ModelError
 
 OPSET = 18  # read by TensorRT 10.5 and ONNX Runtime 1.19, those of Triton's 24.10 container
