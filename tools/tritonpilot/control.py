@@ -49,6 +49,15 @@ class ModelState:
     reason: str
 
 
+class NotLoadedError(ServerError):
+    """Triton did not load a model; `reason` is its own, "" when the index has none."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.reason = one_paragraph(reason)
+        why = f": {self.reason}" if self.reason else " and the index gives no reason; the server's log does"
+        super().__init__(f"Model {name!r} did not load{why}.")
+
+
 @dataclass(frozen=True)
 class Duration:
     """How often something happened to a model, and how long it took in all, in nanoseconds."""
@@ -160,9 +169,10 @@ class Control:
             versions = [state for state in self.index() if state.name == name]
             # Versions that a version policy has retired stay in the index as unloaded.
             current = [state for state in versions if state.reason != "unloaded"]
-            failed = [state for state in current if state.state == "UNAVAILABLE"]
+            # NOTE: no state at all means that Triton refused to begin: it answers when what it loads has begun.
+            failed = [state for state in current if state.state in ("UNAVAILABLE", "")]
             if failed or not current:
-                raise ServerError(_not_loaded(name, failed[0].reason if failed else ""))
+                raise NotLoadedError(name, failed[0].reason if failed else "")
             if all(state.state == "READY" for state in current):
                 return current
             if time.monotonic() > deadline:
@@ -259,13 +269,14 @@ class Control:
                 raise ServerError(f"Model {request.model_name!r} does not answer an inference: {answer.error_message}.")
 
 
-def _not_loaded(name: str, reason: str) -> str:
-    why = f": {reason.strip().rstrip('.')}" if reason.strip() else ", and the index gives no reason"
-    return f"Model {name!r} did not load{why}."
+def one_paragraph(text: str) -> str:
+    """Triton's words in one line: with the place in the model's own code, without Python's import machinery."""
+    lines = (line.strip() for line in text.replace("\\n", "\n").splitlines())
+    return " ".join(line for line in lines if line and not line.startswith("<frozen ")).rstrip(".; ")
 
 
 def _text(failed: grpc.RpcError) -> str:
-    return (failed.details() or failed.code().name).strip().rstrip(".")
+    return one_paragraph(failed.details() or failed.code().name)
 
 
 def _raw(array: npt.NDArray[np.generic]) -> bytes:

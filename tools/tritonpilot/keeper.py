@@ -6,17 +6,23 @@ It prints "pid N" when tritonserver runs and "exit STATUS" (negative: a signal) 
 tritonserver and lets it answer what is in flight; a second one kills it. When the process that started the keeper dies, however it
 dies, the keeper does the same by itself. At the end it removes the shared memory and the folder of this server.
 
+Why idle connections are ended: tritonserver 2.51 does not stop while a client keeps an HTTP connection open, and most keep theirs.
+It waits for its whole exit timeout (30 s for one idle connection) and then leaves no time for what is in flight.
+
 Why a process and not PR_SET_PDEATHSIG set by the caller: that signal comes when the *thread* that forked ends, and code between
 fork and exec is unsafe in a program with threads. The keeper has one thread, so it can use both. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import shutil
 import signal
+import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -26,7 +32,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_S = 0.2  # how often the keeper looks whether the process that started it lives
 ORPHAN_GRACE_S = 5.0  # how long a tritonserver may answer what is in flight when that process died
+SYS_PIDFD_GETFD = 438  # asm-generic/unistd.h; the C library has no function for it before glibc 2.36
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_libc = ctypes.CDLL(None)
 
 
 class Job(TypedDict):
@@ -37,6 +46,7 @@ class Job(TypedDict):
     cpus: list[int]  # empty: as the keeper's own
     log_file: str
     parent: int  # pid of the process that asks
+    http_ports: list[int]  # of HTTP and metrics
     stop_timeout_s: float  # from SIGTERM to SIGKILL
     shm_prefix: str
     folder: str
@@ -89,6 +99,40 @@ def _watch(server: int, job: Job) -> int:
             kill_at = time.monotonic() + (ORPHAN_GRACE_S if orphaned else job["stop_timeout_s"])
         elif kill_at is not None and (asked or time.monotonic() > kill_at):
             os.kill(server, signal.SIGKILL)
+        elif kill_at is not None:
+            _end_idle_connections(server, job["http_ports"])
+
+
+def _end_idle_connections(server: int, ports: list[int]) -> None:
+    """Close the reading half of tritonserver's HTTP connections, in its place: it answers what it has read, and then closes them.
+
+    Where this is not allowed (a kernel before 5.6, a seccomp or ptrace policy) nothing happens and tritonserver waits.
+    """
+    try:
+        process = os.pidfd_open(server)
+    except OSError:
+        return
+    try:
+        for descriptor in Path(f"/proc/{server}/fd").iterdir():
+            copy = _libc.syscall(SYS_PIDFD_GETFD, process, int(descriptor.name), 0)
+            if copy >= 0:
+                _end_reading(copy, ports)
+    except OSError:
+        return  # it has just ended
+    finally:
+        os.close(process)
+
+
+def _end_reading(descriptor: int, ports: list[int]) -> None:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return
+    with socket.socket(fileno=descriptor) as connection:
+        if connection.family != socket.AF_INET or connection.getsockname()[1] not in ports:
+            return
+        with contextlib.suppress(OSError):
+            connection.getpeername()  # a listening socket has none; ending it would make tritonserver log without end
+            connection.shutdown(socket.SHUT_RD)
 
 
 def _reap(server: int) -> int | None:
@@ -147,7 +191,7 @@ def _own_group(pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    _libc.prctl(option, value, 0, 0, 0)
 
 
 def _say(line: str) -> None:

@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from tritonpilot import keeper
-from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics
+from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, NotLoadedError
 from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
 from tritonpilot.ports import choose_ports, port_taken
@@ -47,6 +47,9 @@ from tritonpilot.tritonserver import (
 PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver's bind
 UNLOAD_GRACE_S = 15  # from the end of tritonserver's exit timeout to SIGKILL: stubs take 1 to 2 s to unload
 _POLL_S = 0.03
+_NOISE = re.compile(  # information, tables, what is normal without a GPU, and Python's import machinery
+    r"^[|+]|^I\d{4} |pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM|^\s*<frozen "
+)
 
 
 @dataclass(frozen=True)
@@ -349,6 +352,7 @@ class EmbeddedServer:
                 cpus=list(self._cpus),
                 log_file=str(self._log.path),
                 parent=os.getpid(),
+                http_ports=[ports[0], ports[2]],
                 stop_timeout_s=self._exit_timeout_s + UNLOAD_GRACE_S,
                 shm_prefix=self._shm_prefix,
                 folder=str(self._folder),
@@ -391,7 +395,7 @@ class EmbeddedServer:
         deadline = began + self._startup_timeout_s
         self._wait_live(deadline)
         with self.control() as control:
-            failed = {}
+            failed = []
             for name in self.models:
                 try:
                     for state in control.wait_ready(name, deadline):
@@ -399,7 +403,8 @@ class EmbeddedServer:
                         control.probe(name, self._probe_inputs.get(name), version=state.version, timeout_s=left)
                 except ServerError as error:
                     self._raise_if_ended()
-                    failed[name] = str(error)
+                    unexplained = isinstance(error, NotLoadedError) and not error.reason
+                    failed.append(str(NotLoadedError(name, self._log.about(name)) if unexplained else error))
                     continue
                 self._on_progress(f"model {name} is ready")
         self._raise_if_ended()
@@ -483,16 +488,19 @@ class EmbeddedServer:
                 return port_taken(port)
         return PortError(f"tritonserver could not open its ports. It was stopped. Try again. {self._quoted()}")
 
-    def _not_ready(self, failed: Mapping[str, str]) -> str:
-        reasons = " ".join(
-            text if "gives no reason" not in text else f"{text} Its log says: {self._log.about(name)}"
-            for name, text in failed.items()
+    def _not_ready(self, reasons: Sequence[str]) -> str:
+        return (
+            f"{' '.join(reasons)} The server was stopped and nothing is left running. Correct the model and start again. "
+            f"{self._quoted()}"
         )
-        return f"{reasons} The server was stopped and nothing is left running. Correct the model and start again. {self._quoted()}"
 
     def _quoted(self) -> str:
         lines = self._log.telling()
-        return "Its log ends with:\n" + "\n".join(f"    {line}" for line in lines) if lines else "Its log is empty."
+        return (
+            "Its log ends with:\n" + "\n".join(f"    {_short(line)}" for line in lines)
+            if lines
+            else "Its log is empty."
+        )
 
 
 class _StopAskedError(ServerError):
@@ -566,20 +574,21 @@ class _Log:
         return any(re.search(pattern, line) for line in self.lines())
 
     def about(self, model: str) -> str:
-        named = [line for line in self.lines() if line[:1] in "EW" and model in line]
-        return _message(named[-1]) if named else "nothing about it"
+        """What Triton last complained of, naming `model`."""
+        complaints = [line for line in self.lines() if line[:1] == "E" and re.search(rf"\b{re.escape(model)}\b", line)]
+        return re.sub(r"^E\d{4} \S+ \d+ \S+\] ", "", complaints[-1]).strip('" ') if complaints else ""
 
     def telling(self, most: int = 15) -> list[str]:
-        """The last lines that tell something: no information, no tables."""
-        return [line for line in self.lines() if line.strip() and not re.match(r"[|+]|I\d{4} ", line)][-most:]
+        """The last lines that tell something."""
+        return [line for line in self.lines() if line.strip() and not _NOISE.search(line)][-most:]
 
 
 def _ignore(line: str) -> None:  # noqa: ARG001
     return
 
 
-def _message(line: str) -> str:
-    return re.sub(r"^[EWI]\d{4} \S+ \d+ \S+\] ", "", line).strip('" ')
+def _short(line: str, most: int = 300) -> str:
+    return line if len(line) <= most else f"{line[:most]} ..."
 
 
 def _is_model(folder: Path) -> bool:
