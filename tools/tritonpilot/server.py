@@ -11,6 +11,7 @@ process dies in whatever way, tritonserver, its stubs, its shared memory and its
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from tritonpilot import keeper
 from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, NotLoadedError
@@ -45,8 +48,9 @@ from tritonpilot.tritonserver import (
 )
 
 PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver's bind
-UNLOAD_GRACE_S = 15  # from the end of tritonserver's exit timeout to SIGKILL: stubs take 1 to 2 s to unload
+UNLOAD_GRACE_S = 10  # from the last answer to SIGKILL: stubs take 1 to 2 s to unload
 _POLL_S = 0.03
+_STOP_POLL_S = 0.2
 _NOISE = re.compile(  # information, tables, what is normal without a GPU, and Python's import machinery
     r"^[|+]|^I\d{4} |pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM|^\s*<frozen "
 )
@@ -100,7 +104,7 @@ class EmbeddedServer:
         exit_timeout_s: int = 30,
     ) -> None:
         self.repository = Path(repository).resolve()
-        self.models: tuple[str, ...] = () if models is None else tuple(models)
+        self.models: tuple[str, ...] = tuple(dict.fromkeys(models or ()))
         self._all_models = models is None
         self._wanted_ports = (http_port, grpc_port, metrics_port)
         self._cpus = tuple(cpus or ())
@@ -123,7 +127,7 @@ class EmbeddedServer:
         self._pid = 0
         self._exit_status: int | None = None
         self._folder = Path()
-        self._log = _Log(Path(os.devnull))
+        self._log = _Log(Path(os.devnull), io.BytesIO())
         self._shm_prefix = ""
         self._stop_asked = threading.Event()  # by the caller, of the whole server
         self._stop_sent = False  # to the keeper that runs now: a second time means kill
@@ -176,17 +180,15 @@ class EmbeddedServer:
             return
         if not self._stop_sent:
             self._terminate()
+        self._on_progress(f"stopping; requests in flight have {self._exit_timeout_s} s to be answered")
         try:
-            self._keeper.wait(self._exit_timeout_s + UNLOAD_GRACE_S + 5)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
+            self._wait_stopped()
+        except BaseException:  # a second Ctrl-C
+            self._terminate()
             self._keeper.wait()
-        except BaseException:  # a second Ctrl-C: the keeper takes a second SIGTERM as "kill"
-            self._keeper.terminate()
-            self._keeper.wait()
-            self._finish()
             raise
-        self._finish()
+        finally:
+            self._finish()
 
     def request_stop(self) -> None:
         """Ask tritonserver to stop and return at once; asked again, kill it. May be called in a signal handler."""
@@ -328,7 +330,8 @@ class EmbeddedServer:
         self._folder = Path(tempfile.mkdtemp(prefix="tritonpilot-"))
         self._shm_prefix = f"tritonpilot_{os.getpid()}_{secrets.token_hex(4)}_"
         try:
-            self._log = _Log(self._given_log_file or self._folder / "tritonserver.log")
+            log_file = self._given_log_file or self._folder / "tritonserver.log"
+            self._log = _Log(log_file, _opened(log_file))
             backends = assemble(installation, self._folder, python)
             assert self._key is not None
             options = Options(
@@ -368,13 +371,14 @@ class EmbeddedServer:
         self._exit_status, self._pid, self._stop_sent = None, 0, False
         # A session of its own: Ctrl-C in the terminal reaches us, and we stop the server. The job goes through a pipe, as it
         # holds the key; -S and -I because the keeper needs the standard library only and nobody's PYTHONPATH.
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.path.open("ab"),
-            start_new_session=True,
-        )
+        with self._log.path.open("ab") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
         try:
@@ -447,6 +451,19 @@ class EmbeddedServer:
 
     # -- after the end -------------------------------------------------------------------------------------------------
 
+    def _wait_stopped(self) -> None:
+        """Wait for the end. Kill a tritonserver that has answered everything and does not end: it waits for a dead stub."""
+        answered_at: float | None = None
+        last = time.monotonic() + self._exit_timeout_s + UNLOAD_GRACE_S
+        while not self.wait(_STOP_POLL_S):
+            now = time.monotonic()
+            if answered_at is None and any(
+                "All models are stopped, unloading" in line for line in self._log.new_lines()
+            ):
+                answered_at = now
+            if now > last or (answered_at is not None and now > answered_at + UNLOAD_GRACE_S):
+                self._terminate()
+
     def _terminate(self) -> None:
         self._stop_sent = True
         if self._keeper is not None and self._keeper.poll() is None:
@@ -457,7 +474,7 @@ class EmbeddedServer:
         assert self._keeper is not None
         assert self._keeper.stdout is not None
         self._exit_status = self._read_exit_status()
-        self._log.keep()
+        self._log.close()
         if self._keeper.returncode != 0 and self._pid:
             keeper.end_group(self._pid)
         keeper.remove_traces(self._shm_prefix, self._folder)
@@ -529,10 +546,9 @@ def serve(server: EmbeddedServer, on_ready: Callable[[EmbeddedServer], None]) ->
             return received[0]
         try:
             on_ready(server)
-            while not server.wait(0.5):
-                pass
-            if not received:
-                server.check_alive()
+            while not received:
+                if server.wait(_STOP_POLL_S):
+                    server.check_alive()
         finally:
             server.stop()
     finally:
@@ -542,33 +558,32 @@ def serve(server: EmbeddedServer, on_ready: Callable[[EmbeddedServer], None]) ->
 
 
 class _Log:
-    """The log of one server, in a file that may hold earlier ones."""
+    """The log of one server, in a file that may hold earlier ones. Open, as the file goes with the server's folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self._begin = path.stat().st_size if path.is_file() else 0
-        self._seen = 0
-        self._kept: list[str] | None = None
+        self._file = file
+        self._lines: deque[str] = deque(maxlen=5000)
+        self._read = 0  # lines in all
+        self._told = 0  # of these, by new_lines
+        self._rest = b""
 
     def lines(self) -> list[str]:
-        if self._kept is not None:
-            return self._kept
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._begin)
-                return file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return []
+        if not self._file.closed:
+            *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+            self._lines.extend(line.decode(errors="replace") for line in whole)
+            self._read += len(whole)
+        return [*self._lines, *([self._rest.decode(errors="replace")] if self._rest else [])]
 
     def new_lines(self) -> list[str]:
         """The whole lines since the last call."""
-        lines = self.lines()
-        new, self._seen = lines[self._seen :], len(lines)
-        return new
+        self.lines()
+        new, self._told = self._read - self._told, self._read
+        return list(self._lines)[-new:] if new else []
 
-    def keep(self) -> None:
-        """Keep the end in memory, as the file may go."""
-        self._kept = self.lines()[-1000:]
+    def close(self) -> None:
+        self.lines()
+        self._file.close()
 
     def says(self, pattern: str) -> bool:
         return any(re.search(pattern, line) for line in self.lines())
@@ -580,7 +595,21 @@ class _Log:
 
     def telling(self, most: int = 15) -> list[str]:
         """The last lines that tell something."""
-        return [line for line in self.lines() if line.strip() and not _NOISE.search(line)][-most:]
+        lines = takewhile(lambda line: not line.startswith("Usage: tritonserver"), self.lines())
+        return [line for line in lines if line.strip() and not _NOISE.search(line)][-most:]
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The log file, at its end, readable; what earlier servers wrote stays."""
+    try:
+        file = path.open("ab+")
+    except OSError as failed:
+        raise HostError(
+            f"The log file {path} cannot be written: {failed.strerror}. Nothing was started. "
+            "Name another, or none for a temporary one."
+        ) from None
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def _ignore(line: str) -> None:  # noqa: ARG001
