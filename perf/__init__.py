@@ -1,0 +1,1 @@
+"""Proofs of the figures that we publish: `python -m perf.prove`."""

@@ -1,0 +1,73 @@
+"""How fast is the model without a server? ONNX Runtime alone, in a process pinned to one core.
+
+with InProcess(model_file, core=0) as alone:
+    alone.rows_per_cpu_s(inputs, seconds=2.0)
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy.typing as npt
+
+THREADS = 1
+
+
+def session(model_file: Path, threads: int = THREADS) -> Any:
+    """An ONNX Runtime session on the CPU with that many threads inside an operator."""
+    # Imported here: a process must be pinned before ONNX Runtime starts its threads. Its package has no type hints.
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(model_file), options, providers=["CPUExecutionProvider"])
+
+
+class InProcess:
+    """One child process with the model loaded; it ends with the block."""
+
+    def __init__(self, model_file: Path, core: int) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(str(model_file), core)
+        )
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def rows_per_cpu_s(self, inputs: Mapping[str, npt.NDArray[Any]], seconds: float) -> float:
+        """Rows per CPU second while running `inputs` (one batch) again and again for that long."""
+        return self._pool.submit(_run, dict(inputs), seconds).result()
+
+
+_session: Any = None
+
+
+def _start(model_file: str, core: int) -> None:
+    global _session
+    os.sched_setaffinity(0, [core])
+    _session = session(Path(model_file))
+
+
+def _run(inputs: dict[str, npt.NDArray[Any]], seconds: float) -> float:
+    rows = len(next(iter(inputs.values())))
+    for _ in range(20):
+        _session.run(None, inputs)
+    done = 0
+    start, cpu_start = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        _session.run(None, inputs)
+        done += rows
+    return done / (time.process_time() - cpu_start)

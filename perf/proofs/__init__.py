@@ -1,0 +1,28 @@
+"""The registry of proofs: a name, how it is proved, and the bar."""
+
+from __future__ import annotations
+
+from perf.frame import Bar, Claim
+from perf.proofs import accuracy, batching, demo, efficiency, generated, priorities, stall
+
+CLAIMS = {
+    claim.name: claim
+    for claim in (
+        Claim("ctr_auc", accuracy.ctr_auc, "AUC", Bar(">=", 0.74), "AUC of served ctr answers on the temporal test split"),
+        Claim("image_top1", accuracy.image_top1, "of 20 photos", Bar(">=", 17), "labelled photos that served image names first"),
+        Claim("served_equals_inprocess", accuracy.served_equals_inprocess, "max abs difference", Bar("<=", 1e-5),
+              "served answers against in-process ONNX Runtime, at fixed and mixed sizes in flight"),
+        Claim("mean_batch", batching.mean_batch, "rows", Bar(">", 4), "mean executed batch of 1000 one-row ctr requests, "
+              "64 in flight", needs_quiet=True),
+        Claim("priority_overtakes", priorities.priority_overtakes, "of 10 trials", Bar(">=", 10), "trials in which a "
+              "realtime request overtook all of at least 200 waiting batch requests", needs_quiet=True),
+        Claim("stall_pairs", stall.stall_pairs, "pairs", Bar("<=", 0), "pairs 15 ms apart on a 50 ms model with "
+              "priorities that took more than 150 ms", needs_quiet=True),
+        Claim("ctr64_efficiency", efficiency.ctr64_efficiency, "of in-process", Bar(">=", 0.75), "rows per CPU second of "
+              "served 64-row ctr requests at saturation, against ONNX Runtime alone", needs_quiet=True),
+        Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
+              "that parse and load with auto-completion off"),
+        Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
+              "its second run under 60 s"),
+    )
+}  # fmt: skip

@@ -1,0 +1,157 @@
+"""Is the 500 ms stall of Triton's batcher cured, and would we see it if it were not?
+
+With priorities or queue policies a request that arrives while the only instance is busy can wait 500 ms longer than it must
+(see docs/adr). The proof needs to be able to fail: the same pairs without the waker have to show the stall.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from perf.frame import Bench, Outcome
+from perf.inprocess import InProcess
+from perf.open_loop import Request, Sender, outputs_of
+from perf.subjects import serving_from
+from tritonpilot import build, repository
+from tritonpilot.errors import MeasurementError
+from tritonpilot.spec import load_services
+
+PAIRS = 50
+QUICK_PAIRS = 20
+PAIRS_A_ROUND = 10
+GAP_S = 0.015
+LIMIT_MS = 150.0
+MODEL_MS = 50.0
+MODEL_TOLERANCE = 0.1
+CALIBRATIONS = 5
+WIDTH = 384
+REST_S = 0.03  # between pairs, so that each meets an idle model
+MUST_STALL_SHARE = 0.2  # without the waker at least this share of the pairs has to pass the limit
+WITH, WITHOUT = "waker_auto", "waker_off"
+
+SERVICE = """\
+service: {name}
+model: {{file: model.onnx}}
+batching: {{max_batch_size: 8}}
+classes:
+  - {{name: realtime, priority: 1}}
+  - {{name: batch, priority: 2}}
+parameters: {{pilot_waker: "{waker}"}}
+"""
+
+
+def stall_pairs(bench: Bench) -> Outcome:
+    """Pairs with the waker that took more than 150 ms; rounds of pairs with and without it alternate."""
+    pairs = QUICK_PAIRS if bench.quick else PAIRS
+    with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
+        root, model_ms = _repository(Path(folder), bench)
+        with serving_from(root, bench, is_pinned=True) as served:
+            rounds = bench.rounds(
+                pairs // PAIRS_A_ROUND,
+                lambda: {model: _worst_of_pairs(served.sender, model, PAIRS_A_ROUND) for model in (WITH, WITHOUT)},
+                check=served.server.check_alive,
+            )
+    cured, stalled = (np.array([ms for found in rounds for ms in found[model]]) for model in (WITH, WITHOUT))
+    seen = int((stalled > LIMIT_MS).sum())
+    if seen < MUST_STALL_SHARE * pairs:
+        raise MeasurementError(
+            f"Without the waker only {seen} of {pairs} pairs took more than {LIMIT_MS:g} ms (at least "
+            f"{MUST_STALL_SHARE * pairs:g} must): this test cannot tell whether the stall is cured here, so it says nothing. "
+            "Check that the server is pinned to one core and that Triton still has the stall."
+        )
+    late_per_round = [sum(ms > LIMIT_MS for ms in found[WITH]) for found in rounds]
+    return Outcome(
+        float((cured > LIMIT_MS).sum()),
+        spread=float(max(late_per_round) - min(late_per_round)),
+        rounds=len(rounds),
+        details={
+            "pairs": pairs,
+            "model_ms": round(model_ms, 1),
+            "with_waker_ms": _quantiles(cured),
+            "without_waker_ms": _quantiles(stalled),
+            "without_waker_pairs_above_limit": seen,
+        },
+    )
+
+
+def _worst_of_pairs(sender: Sender, model: str, pairs: int) -> list[float]:
+    """The slower latency of each pair, ms."""
+    request = Request(model, {"x": np.full((1, WIDTH), 0.5, np.float32)})
+    worst = []
+    for _ in range(pairs):
+        answers = sender.send([request, request], at_s=(0.0, GAP_S))
+        outputs_of(answers)
+        worst.append(max(answer.latency_ms for answer in answers))
+        time.sleep(REST_S)
+    return worst
+
+
+def _repository(folder: Path, bench: Bench) -> tuple[Path, float]:
+    """A repository with one model under two configs, and how long the model takes alone on the server's core, ms."""
+    steps, model_ms = _calibrate(folder / "probe.onnx", bench.cores.server)
+    bench.say(f"the model multiplies {steps} matrices and takes {model_ms:.1f} ms")
+    for name, waker in ((WITH, "auto"), (WITHOUT, "off")):
+        service = folder / "models" / name
+        service.mkdir(parents=True)
+        (service / "service.yaml").write_text(SERVICE.format(name=name, waker=waker), encoding="utf-8")
+        _write_model(service / "model.onnx", steps)
+    root = folder / "model_repository"
+    root.mkdir()
+    repository.publish(root, [plan.folder for plan in build.plan(load_services(folder / "models"), "auto")])
+    return root, model_ms
+
+
+def _calibrate(probe: Path, core: int) -> tuple[int, float]:
+    """(steps, ms): how many steps make a model of about 50 ms. Raises MeasurementError when that cannot be found."""
+    steps = 40
+    for _ in range(CALIBRATIONS):
+        _write_model(probe, steps)
+        took = _alone_ms(probe, core)
+        if abs(took / MODEL_MS - 1) <= MODEL_TOLERANCE:
+            return steps, took
+        steps = max(1, round(steps * MODEL_MS / took))
+    raise MeasurementError(
+        f"A model of {MODEL_MS:g} ms could not be made: the last one took {took:.1f} ms alone on core {core}. Nothing was "
+        "measured. Repeat on a quiet machine."
+    )
+
+
+def _alone_ms(model: Path, core: int) -> float:
+    with InProcess(model, core) as alone:
+        return 1e3 / alone.rows_per_cpu_s({"x": np.ones((1, WIDTH), np.float32)}, seconds=0.7)
+
+
+def _write_model(path: Path, steps: int) -> None:
+    """x FP32[b,W] -> y FP32[b,1]: `steps` products of WxW matrices per row, orthogonal so that values stay in range."""
+    random = np.random.default_rng(7)
+    mix = np.linalg.qr(random.normal(size=(WIDTH, WIDTH)))[0].astype(np.float32)
+    start = random.normal(size=(WIDTH, 1)).astype(np.float32)
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axis"], ["row"]),
+        helper.make_node("Mul", ["row", "start"], ["h0"]),
+        *(helper.make_node("MatMul", [f"h{i}", "mix"], [f"h{i + 1}"]) for i in range(steps)),
+        helper.make_node("ReduceMean", [f"h{steps}", "axis"], ["mean"], keepdims=0),
+        helper.make_node("ReduceMean", ["mean", "axis"], ["y"], keepdims=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "busy",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
+        [
+            numpy_helper.from_array(mix, "mix"),
+            numpy_helper.from_array(start, "start"),
+            numpy_helper.from_array(np.array([1], np.int64), "axis"),
+        ],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+
+
+def _quantiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
+    return {name: round(float(np.quantile(values, q)), 1) for name, q in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))}

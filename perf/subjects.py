@@ -1,0 +1,91 @@
+"""What is proved: the example services, built afresh into a repository of our own and served for real.
+
+with serving(bench, ["ctr"]) as served:
+    served.sender.send([Request("ctr", inputs, priority=2)])
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from perf import machine
+from perf.frame import PROJECT, Bench
+from perf.open_loop import Sender
+from tritonpilot import build, repository, samples
+from tritonpilot.server import EmbeddedServer
+from tritonpilot.spec import Service, load_services
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and a way to send it requests."""
+
+    server: EmbeddedServer
+    sender: Sender
+
+
+def services(names: Sequence[str] = ()) -> dict[str, Service]:
+    """The service files of this project: name -> service."""
+    return {service.service: service for service in load_services(PROJECT / "models", names)}
+
+
+def priority(service: Service, caller: str) -> int:
+    """The priority level of a class of callers."""
+    return next(c.priority for c in service.classes if c.name == caller)
+
+
+def model_file(service: Service) -> Path:
+    """The ONNX file that the service is built from."""
+    assert service.model is not None
+    return service.folder / str(service.model.file)
+
+
+def sample_rows(service: Service) -> dict[str, npt.NDArray[Any]]:
+    """The service's samples: input name -> [rows, ...]."""
+    assert service.model is not None
+    return samples.read(service.folder / str(service.model.samples))
+
+
+@contextmanager
+def built(say: Callable[[str], None], names: Sequence[str] = ()) -> Iterator[Path]:
+    """A repository in a temporary folder with the named services (default: all), generated now."""
+    chosen = list(services(names).values())
+    build.prepare(chosen, "auto", say)
+    with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
+        root = Path(folder, "model_repository")
+        root.mkdir()
+        repository.publish(root, [plan.folder for plan in build.plan(chosen, "auto")])
+        yield root
+
+
+@contextmanager
+def serving(bench: Bench, names: Sequence[str], *, is_pinned: bool = False) -> Iterator[Served]:
+    """The named services on a server that ends with the block; see `serving_from`."""
+    with built(bench.say, names) as root, serving_from(root, bench, is_pinned=is_pinned) as served:
+        yield served
+
+
+@contextmanager
+def serving_from(root: Path, bench: Bench, *, is_pinned: bool) -> Iterator[Served]:
+    """All models of a repository; `is_pinned`: the server to the bench's server core and we to its client core."""
+    cpus = [bench.cores.server] if is_pinned else None
+    with EmbeddedServer(root, cpus=cpus, on_progress=bench.say) as server, ExitStack() as stack:
+        # NOTE: after the start, for the server may only be given cores that we have ourselves.
+        if is_pinned:
+            stack.enter_context(machine.pinned(bench.cores.client))
+        sender = stack.enter_context(Sender(server.endpoints.grpc))
+        yield Served(server, sender)
+
+
+def cut(arrays: Arrays, start: int, count: int) -> dict[str, npt.NDArray[Any]]:
+    """`count` rows from `start` on, beginning again at the first row after the last."""
+    return {name: array.take(range(start, start + count), axis=0, mode="wrap") for name, array in arrays.items()}
