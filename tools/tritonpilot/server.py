@@ -116,9 +116,9 @@ class EmbeddedServer:
         self._rate_limit_resources = dict(rate_limit_resources or {})
         self._cache_size_bytes = cache_size_bytes
         self._probe_inputs = dict(probe_inputs or {})
-        self._on_progress = on_progress or _ignore
+        self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
-        self._exit_timeout_s = exit_timeout_s
+        self.exit_timeout_s = exit_timeout_s
 
         self._key: ControlKey | None = None
         self._installation: Installation | None = None
@@ -180,7 +180,6 @@ class EmbeddedServer:
             return
         if not self._stop_sent:
             self._terminate()
-        self._on_progress(f"stopping; requests in flight have {self._exit_timeout_s} s to be answered")
         try:
             self._wait_stopped()
         except BaseException:  # a second Ctrl-C
@@ -342,7 +341,7 @@ class EmbeddedServer:
                 metrics_port=ports[2],
                 control_key=self._key.value,
                 shm_prefix=self._shm_prefix,
-                exit_timeout_s=self._exit_timeout_s,
+                exit_timeout_s=self.exit_timeout_s,
                 strict_config=self._strict_config,
                 rate_limit=self._rate_limit,
                 rate_limit_resources=self._rate_limit_resources,
@@ -356,11 +355,11 @@ class EmbeddedServer:
                 log_file=str(self._log.path),
                 parent=os.getpid(),
                 http_ports=[ports[0], ports[2]],
-                stop_timeout_s=self._exit_timeout_s + UNLOAD_GRACE_S,
+                stop_timeout_s=self.exit_timeout_s + UNLOAD_GRACE_S,
                 shm_prefix=self._shm_prefix,
                 folder=str(self._folder),
             )
-            self._on_progress(f"starting {installation.reason}")
+            self.progress(f"starting {installation.reason}")
             self._start_keeper(job)
         except BaseException:
             keeper.remove_traces(self._shm_prefix, self._folder)
@@ -410,11 +409,11 @@ class EmbeddedServer:
                     unexplained = isinstance(error, NotLoadedError) and not error.reason
                     failed.append(str(NotLoadedError(name, self._log.about(name)) if unexplained else error))
                     continue
-                self._on_progress(f"model {name} is ready")
+                self.progress(f"model {name} is ready")
         self._raise_if_ended()
         if failed:
             raise ServerError(self._not_ready(failed))
-        self._on_progress(f"ready in {time.monotonic() - began:.1f} s")
+        self.progress(f"ready in {time.monotonic() - began:.1f} s")
 
     def _wait_live(self, deadline: float) -> None:
         """Wait until the front ends answer, which they do when the models of the start have loaded or failed."""
@@ -423,7 +422,7 @@ class EmbeddedServer:
             for line in self._log.new_lines():
                 if found := re.search(r'"loading: (\S+):(\d+)"', line):
                     loading.append(found[1])
-                    self._on_progress(f"loading model {found[1]} version {found[2]}")
+                    self.progress(f"loading model {found[1]} version {found[2]}")
                 elif found := re.search(r"\"successfully loaded '([^']+)'\"", line):
                     loading = [name for name in loading if name != found[1]]
             self._raise_if_ended()
@@ -454,7 +453,7 @@ class EmbeddedServer:
     def _wait_stopped(self) -> None:
         """Wait for the end. Kill a tritonserver that has answered everything and does not end: it waits for a dead stub."""
         answered_at: float | None = None
-        last = time.monotonic() + self._exit_timeout_s + UNLOAD_GRACE_S
+        last = time.monotonic() + self.exit_timeout_s + UNLOAD_GRACE_S
         while not self.wait(_STOP_POLL_S):
             now = time.monotonic()
             if answered_at is None and any(
@@ -547,8 +546,9 @@ def serve(server: EmbeddedServer, on_ready: Callable[[EmbeddedServer], None]) ->
         try:
             on_ready(server)
             while not received:
-                if server.wait(_STOP_POLL_S):
+                if server.wait(_STOP_POLL_S) and not received:
                     server.check_alive()
+            server.progress(f"stopping: requests in flight have {server.exit_timeout_s} s to be answered")
         finally:
             server.stop()
     finally:
