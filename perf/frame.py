@@ -100,13 +100,24 @@ class Result:
 class Bench:
     """What a proof works with: the two cores, the wish for brevity, a voice, and rounds that watch the machine."""
 
-    def __init__(self, *, quick: bool, needs_quiet: bool, say: Callable[[str], None], limits: Limits) -> None:
+    def __init__(
+        self,
+        *,
+        quick: bool,
+        needs_quiet: bool,
+        say: Callable[[str], None],
+        limits: Limits,
+        quiet_wait_s: float = QUIET_WAIT_S,
+        quiet_look_s: float = QUIET_LOOK_S,
+    ) -> None:
         self.quick = quick
         self.say = say
         self.noise: list[Noise] = []
         self.noisy_rounds = 0
         self._needs_quiet = needs_quiet
         self._limits = limits
+        self._quiet_wait_s = quiet_wait_s
+        self._quiet_look_s = quiet_look_s
         self._cores: Cores | None = None
 
     @property
@@ -148,17 +159,17 @@ class Bench:
                 )
         return kept
 
-    def wait_until_quiet(self, wait_s: float = QUIET_WAIT_S, look_s: float = QUIET_LOOK_S) -> None:
-        """Return at once after a quiet second. Raises MeasurementError when there is none within `wait_s`."""
-        deadline = time.monotonic() + wait_s
+    def wait_until_quiet(self) -> None:
+        """Return after a quiet second. Raises MeasurementError when there is none within 20 seconds."""
+        deadline = time.monotonic() + self._quiet_wait_s
         while True:
-            noise, _ = self._watched(lambda: time.sleep(look_s))
+            noise, _ = self._watched(lambda: time.sleep(self._quiet_look_s))
             if noise.is_quiet:
                 return
             if time.monotonic() > deadline:
                 raise MeasurementError(
-                    f"The machine is too noisy to start: after {wait_s:g} s still {noise.reason}. No figure is reported "
-                    "and the earlier result stays. Stop other work and repeat."
+                    f"The machine is too noisy to start: after {self._quiet_wait_s:g} s still {noise.reason}. No figure is "
+                    "reported and the earlier result stays. Stop other work and repeat."
                 )
 
     def _watched(self, work: Callable[[], Round]) -> tuple[Noise, Round]:

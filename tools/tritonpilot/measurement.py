@@ -60,7 +60,7 @@ class Metric:
     format: str
     source: str
     meaning: str
-    is_shown: bool = True
+    is_shown: bool = True  # in the table; JSON has all
 
 
 METRICS = (
@@ -83,22 +83,22 @@ METRICS = (
 )  # fmt: skip
 
 
-def cells(point: Point, *, every: bool = False) -> tuple[str, ...]:
-    """The texts of one row, in the order of METRICS."""
-    return tuple(_cell(metric, getattr(point, metric.name)) for metric in METRICS if every or metric.is_shown)
-
-
-def table(points: Sequence[Point], *, title: str | None = None, every: bool = False) -> Table:
-    """A table of points; one that did not settle is marked with ~ and named below. `every` adds the hidden columns."""
-    shown = [metric for metric in METRICS if every or metric.is_shown]
+def table(points: Sequence[Point], *, title: str | None = None) -> Table:
+    """A table of points with the shown columns; one that did not settle is marked with ~ and named below."""
+    shown = [metric for metric in METRICS if metric.is_shown]
     drawn = Table(title=title, caption=caption(points))
     for metric in shown:
         header = _load_header(points) if metric.name == "load" else metric.header
         drawn.add_column(f"{header}\n{metric.unit}" if metric.unit else header, justify="right", no_wrap=True)
     for point in points:
-        first, *rest = cells(point, every=every)
+        first, *rest = cells(point)
         drawn.add_row(first if point.is_stable else f"~{first}", *rest)
     return drawn
+
+
+def cells(point: Point) -> tuple[str, ...]:
+    """The texts of one row, in the order of the shown METRICS."""
+    return tuple(_cell(metric, getattr(point, metric.name)) for metric in METRICS if metric.is_shown)
 
 
 def caption(points: Sequence[Point]) -> str | None:

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tritonpilot import metrics
+from tritonpilot.errors import MeasurementError
+from tritonpilot.metrics import Sample, Statistics, parse
+
+CAPTURED = Path(__file__).parent / "captured"
+BEFORE = Statistics(10, 1, 20, 5, 0, 10_000_000, 5_000_000, 1_000_000, 2_000_000, 500_000)
+
+
+def test_real_metrics_of_triton_parse() -> None:
+    samples = parse((CAPTURED / "metrics.txt").read_text())
+    assert metrics.value(samples, "nv_inference_count", model="toy") == 4021
+    assert metrics.failures(samples, "toy") == {"BACKEND": 0, "CANCELED": 0, "OTHER": 0, "REJECTED": 0}
+    assert metrics.pending(samples, "toy") == 0
+    assert metrics.value(samples, "nv_inference_count", model="absent") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "sample"),
+    [
+        ("up 1", Sample("up", {}, 1)),
+        ("a:b_c{} 1.5e3", Sample("a:b_c", {}, 1500)),
+        ('x{a="1",b="2",} 3 1700000000000', Sample("x", {"a": "1", "b": "2"}, 3)),
+        (r'x{path="C:\\dir",say="a \"b\"\n,c}"} +Inf', Sample("x", {"path": r"C:\dir", "say": 'a "b"\n,c}'}, math.inf)),
+        ("x -4", Sample("x", {}, -4)),
+        ("x .5", Sample("x", {}, 0.5)),
+    ],
+)
+def test_sample_lines(line: str, sample: Sample) -> None:
+    assert parse(f"# HELP x what\n\n{line}\n") == (sample,)
+
+
+def test_not_a_number_parses() -> None:
+    assert math.isnan(parse('q{quantile="0.5"} NaN')[0].value)
+
+
+@pytest.mark.parametrize("line", ["<html>", "x", "x{a=1} b", 'x{a="1" 2'])
+def test_other_text_is_refused(line: str) -> None:
+    with pytest.raises(MeasurementError, match="no Prometheus sample"):
+        parse(line)
+
+
+def test_difference_gives_means_per_request_and_per_execution() -> None:
+    delta = (
+        replace(BEFORE, success=14, inferences=44, executions=9, queue_ns=9_000_000, compute_infer_ns=4_000_000)
+        - BEFORE
+    )
+    assert delta.mean_batch == 6
+    assert delta.queue_us == 1000
+    assert delta.compute_us == 500
+    assert delta.request_us == 0
+
+
+def test_idle_model_has_no_means() -> None:
+    idle = BEFORE - BEFORE
+    assert math.isnan(idle.mean_batch)
+    assert math.isnan(idle.queue_us)
+
+
+def test_counters_that_ran_backwards_are_not_reported() -> None:
+    with pytest.raises(MeasurementError, match="reloaded or the server restarted"):
+        BEFORE - replace(BEFORE, success=11)
+
+
+def test_unreachable_metrics_name_the_address() -> None:
+    with pytest.raises(MeasurementError, match="http://127.0.0.1:1/metrics"):
+        metrics.scrape("127.0.0.1:1")
