@@ -93,7 +93,12 @@ class TritonPythonModel:
                 more_remarks += (wakes.reason,)
             priority = parameters.pilot_wake_priority
             wake = _Wake(name, int(version), self._inputs, self._output_names[0], self._has_batch_dimension, priority)
-            self._waker = Waker(wake.send, after_us=parameters.pilot_wake_after_us, complain=pb_utils.Logger.log_warn)
+            self._waker = Waker(
+                wake.send,
+                after_us=parameters.pilot_wake_after_us,
+                complain=lambda message: pb_utils.Logger.log_warn(f'model "{name}": {message}'),
+                count=wake.count,
+            )
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks:
                 pb_utils.Logger.log_warn(f'model "{name}": {remark}')
@@ -224,16 +229,23 @@ class _Input:
         self.is_optional = entry.get("optional", False)
         self.dims = [int(dim) for dim in entry["dims"]]
 
-    def zeros(self, has_batch_dimension):
-        """The smallest valid input, as the loopback describes it."""
-        shape = tuple(self.smallest_shape(has_batch_dimension))
-        count = int(np.prod(shape, dtype=np.int64))
-        bytes_each = 4 if self.dtype is STRING else self.dtype.numpy.itemsize  # an empty string is its length, 4 bytes
-        name = "BYTES" if self.dtype is STRING else self.dtype.config.removeprefix("TYPE_")
-        return Zeros(self.name, name, shape, count * bytes_each)
+    def smallest(self, has_batch_dimension):
+        """The smallest valid array: zeros, one row, dynamic dims of 1."""
+        shape = ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in self.dims]
+        return np.full(shape, b"", np.object_) if self.dtype is STRING else np.zeros(shape, self.dtype.numpy)
 
-    def smallest_shape(self, has_batch_dimension):
-        return ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in self.dims]
+    def tensor(self, array):
+        """A tensor for a BLS request."""
+        if self.dtype is BF16:
+            return pb_utils.Tensor.from_dlpack(self.name, bf16_from_array(array).to_dlpack())
+        return pb_utils.Tensor(self.name, array)
+
+    def zeros(self, has_batch_dimension):
+        """The smallest valid array as the loopback describes it."""
+        array = self.smallest(has_batch_dimension)
+        bytes_each = 4 if self.dtype is STRING else array.itemsize  # an empty string is its length, 4 bytes
+        name = "BYTES" if self.dtype is STRING else self.dtype.config.removeprefix("TYPE_")
+        return Zeros(self.name, name, array.shape, array.size * bytes_each)
 
     def read(self, tensor):
         """The numpy array that the session takes. Raises UnicodeDecodeError for a string that is not UTF-8."""
@@ -253,7 +265,7 @@ class _Wake:
     def __init__(self, name, version, inputs, output_name, has_batch_dimension, priority):
         self._name, self._version, self._output_name = name, version, output_name
         required = [each for each in inputs if not each.is_optional]
-        self._tensors = [self._smallest(each, has_batch_dimension) for each in required]
+        self._inputs = [(each, each.smallest(has_batch_dimension)) for each in required]
         self._loopback = None
         endpoint = http_endpoint(os.environ, parent_command_line()) if priority > 0 else None
         if endpoint is not None:
@@ -265,7 +277,11 @@ class _Wake:
             kind=pb_utils.MetricFamily.COUNTER,
         )
         self._family = family  # a metric without a reference to its family cannot be observed
-        self._count = family.Metric(labels={"model": name, "version": str(version)})
+        self._counter = family.Metric(labels={"model": name, "version": str(version)})
+
+    def count(self, wakes):
+        """Add to pilot_wakes_total. From one thread only."""
+        self._counter.increment(wakes)
 
     def send(self):
         """Send one; whether it was executed rather than rejected in the queue. Raises RuntimeError for other answers."""
@@ -273,12 +289,11 @@ class _Wake:
             request_id=WAKE_ID,
             model_name=self._name,
             model_version=self._version,
-            inputs=self._tensors,
+            inputs=[each.tensor(array) for each, array in self._inputs],
             requested_output_names=[self._output_name],
             timeout=1,
             preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
-        self._count.increment(1)
         answer = response.error().message() if response.has_error() else ""
         if QUEUE_FULL in answer:
             if self._loopback is None:
@@ -292,16 +307,6 @@ class _Wake:
         if WAKE_ANSWER in answer:
             return True
         raise RuntimeError(answer or "the wake request was answered")
-
-    @staticmethod
-    def _smallest(each, has_batch_dimension):
-        shape = each.smallest_shape(has_batch_dimension)
-        if each.dtype is BF16:
-            zeros = np.zeros(shape, np.uint16)
-            return pb_utils.Tensor.from_dlpack(each.name, bf16_from_array(zeros).to_dlpack())
-        if each.dtype is STRING:
-            return pb_utils.Tensor(each.name, np.full(shape, b"", dtype=np.object_))
-        return pb_utils.Tensor(each.name, np.zeros(shape, each.dtype.numpy))
 
 
 def _input_entries(config, signature):
