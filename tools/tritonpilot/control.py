@@ -37,6 +37,7 @@ ELEMENT_BYTES = {
 }
 _POLL_S = 0.05
 _QUEUE_REFUSALS = 3  # a probe that the queue policy of a busy model rejects is sent this often
+_UNHEALTHY_S = 3.0  # on a busy machine a stub misses Triton's heartbeat for a moment; a dead one stays unhealthy
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class Control:
             request.parameters["sequence_start"].bool_param = True
             request.parameters["sequence_end"].bool_param = True
         refusals = 0
+        healthy_until = min(deadline, time.monotonic() + _UNHEALTHY_S)
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
@@ -210,6 +212,9 @@ class Control:
                 # A queue policy answers so when the queue is full or the request waited too long in it.
                 queued = failed.code() == grpc.StatusCode.UNAVAILABLE and "tcp" not in failed.details()
                 if queued and refusals < _QUEUE_REFUSALS:
+                    continue
+                if "is not healthy" in failed.details() and time.monotonic() < healthy_until:
+                    time.sleep(10 * _POLL_S)
                     continue
                 asked = "the given inputs" if inputs is not None else "zeros"
                 raise ServerError(

@@ -3,8 +3,8 @@
     python -I -S keeper.py < job.json      (a JSON object, the fields of `Job`)
 
 It prints "pid N" when tritonserver runs and "exit STATUS" (negative: a signal) when it and its stubs are gone. SIGTERM stops
-tritonserver and lets it answer what is in flight; a second one kills it. When the process that started the keeper dies, however it
-dies, the keeper does the same by itself. At the end it removes the shared memory and the folder of this server.
+tritonserver and lets it answer what is in flight; a second one, or SIGQUIT, kills it. When the process that started the keeper
+dies, however it dies, the keeper does the same by itself. At the end it removes the shared memory and the folder of this server.
 
 Why idle connections are ended: tritonserver 2.51 does not stop while a client keeps an HTTP connection open, and most keep theirs.
 It waits for its whole exit timeout (30 s for one idle connection) and then leaves no time for what is in flight.
@@ -33,7 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 LOOK_S = 0.2  # how often the keeper looks whether the process that started it lives
 ORPHAN_GRACE_S = 5.0  # how long a tritonserver may answer what is in flight when that process died
 SYS_PIDFD_GETFD = 438  # asm-generic/unistd.h; the C library has no function for it before glibc 2.36
-SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _libc = ctypes.CDLL(None)
 
@@ -94,7 +94,9 @@ def _watch(server: int, job: Job) -> int:
             return status
         asked = received is not None and received.si_signo != signal.SIGCHLD
         orphaned = os.getppid() != job["parent"]
-        if kill_at is None and (asked or orphaned):
+        if asked and received is not None and received.si_signo == signal.SIGQUIT:
+            os.kill(server, signal.SIGKILL)
+        elif kill_at is None and (asked or orphaned):
             os.kill(server, signal.SIGTERM)
             kill_at = time.monotonic() + (ORPHAN_GRACE_S if orphaned else job["stop_timeout_s"])
         elif kill_at is not None and (asked or time.monotonic() > kill_at):

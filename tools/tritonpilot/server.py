@@ -48,7 +48,9 @@ from tritonpilot.tritonserver import (
 )
 
 PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver's bind
-UNLOAD_GRACE_S = 10  # from the last answer to SIGKILL: stubs take 1 to 2 s to unload
+# From the last answer to SIGKILL. Stubs take 1 to 2 s to unload; for one that died, and for a model whose reload failed once,
+# tritonserver 2.51 waits until its exit timeout.
+UNLOAD_GRACE_S = 5
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
 _NOISE = re.compile(  # information, tables, what is normal without a GPU, and Python's import machinery
@@ -167,11 +169,11 @@ class EmbeddedServer:
                 self._wait_ready()
                 return
             except PortError:
-                self.stop()
+                self._kill()
                 if attempt + 1 == PORT_ATTEMPTS or 0 not in self._wanted_ports:
                     raise
             except BaseException:
-                self.stop()
+                self._kill()  # nothing was promised an answer yet
                 raise
 
     def stop(self) -> None:
@@ -451,7 +453,7 @@ class EmbeddedServer:
     # -- after the end -------------------------------------------------------------------------------------------------
 
     def _wait_stopped(self) -> None:
-        """Wait for the end. Kill a tritonserver that has answered everything and does not end: it waits for a dead stub."""
+        """Wait for the end; kill a tritonserver that has answered everything and does not end."""
         answered_at: float | None = None
         last = time.monotonic() + self.exit_timeout_s + UNLOAD_GRACE_S
         while not self.wait(_STOP_POLL_S):
@@ -462,6 +464,13 @@ class EmbeddedServer:
                 answered_at = now
             if now > last or (answered_at is not None and now > answered_at + UNLOAD_GRACE_S):
                 self._terminate()
+
+    def _kill(self) -> None:
+        if self._keeper is not None:
+            if self._keeper.poll() is None:
+                self._keeper.send_signal(signal.SIGQUIT)
+            self._keeper.wait()
+            self._finish()
 
     def _terminate(self) -> None:
         self._stop_sent = True
@@ -490,7 +499,7 @@ class EmbeddedServer:
     def _died(self) -> ServerError:
         status = self._read_exit_status()
         if status is None:
-            how = "does not run"
+            how = "was ended, because its keeper process was killed" if self._pid else "could not be run"
         elif status < 0:
             how = f"died by {signal.Signals(-status).name}"
         else:
@@ -590,8 +599,14 @@ class _Log:
 
     def about(self, model: str) -> str:
         """What Triton last complained of, naming `model`."""
-        complaints = [line for line in self.lines() if line[:1] == "E" and re.search(rf"\b{re.escape(model)}\b", line)]
-        return re.sub(r"^E\d{4} \S+ \d+ \S+\] ", "", complaints[-1]).strip('" ') if complaints else ""
+        lines = self.lines()
+        complaints = [line for line in lines if line[:1] == "E" and re.search(rf"\b{re.escape(model)}\b", line)]
+        if not complaints:
+            return ""
+        # Where a config.pbtxt cannot be read, protobuf has said where, in the line before.
+        *_, parsing = ["", *(line for line in lines if "Error parsing text-format inference.ModelConfig: " in line)]
+        at = parsing.partition("inference.ModelConfig: ")[2] if "failed to read text proto" in complaints[-1] else ""
+        return f"{_message(complaints[-1])}{': ' if at else ''}{at}"
 
     def telling(self, most: int = 15) -> list[str]:
         """The last lines that tell something."""
@@ -614,6 +629,10 @@ def _opened(path: Path) -> BinaryIO:
 
 def _ignore(line: str) -> None:  # noqa: ARG001
     return
+
+
+def _message(line: str) -> str:
+    return re.sub(r"^E\d{4} \S+ \d+ \S+\] ", "", line).strip('" ')
 
 
 def _short(line: str, most: int = 300) -> str:
