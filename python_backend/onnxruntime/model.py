@@ -7,13 +7,13 @@ batcher awake (pilotlib.waker). What it reads from the config: pilotlib.paramete
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from pilotlib.loopback import Loopback, Zeros, http_endpoint, parent_command_line, wake_request
+from pilotlib.loopback import ENDPOINT_VARIABLE, Zeros, answer, http_endpoint, parent_command_line, post, wake_request
 from pilotlib.onnx_session import (
     ModelFileError,
     OnnxSession,
@@ -26,11 +26,9 @@ from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
 from pilotlib.signature import ContradictionError, check, complete, is_complete
 from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
-from pilotlib.waker import WAKE_ID, Waker, plan
+from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan
 
 REFUSALS = (ContradictionError, ModelFileError, ParameterError)
-WAKE_ANSWER = "a wake request is never executed"
-EXPIRED, QUEUE_FULL = "timeout expired", "Exceeds maximum queue size"  # what Triton's core answers
 
 
 class TritonPythonModel:
@@ -87,18 +85,12 @@ class TritonPythonModel:
         )
 
         self._waker = None
-        wakes = plan(config)
+        wakes = plan(config, parameters.pilot_wake_priority)
         if wakes.is_needed and parameters.pilot_waker != "off":
             if not wakes.is_rejected:
                 more_remarks += (wakes.reason,)
-            priority = parameters.pilot_wake_priority
-            wake = _Wake(name, int(version), self._inputs, self._output_names[0], self._has_batch_dimension, priority)
-            self._waker = Waker(
-                wake.send,
-                after_us=parameters.pilot_wake_after_us,
-                complain=lambda message: pb_utils.Logger.log_warn(f'model "{name}": {message}'),
-                count=wake.count,
-            )
+            output_name = self._output_names[0]
+            self._waker = _waker(name, int(version), self._inputs, output_name, self._has_batch_dimension, parameters)
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks:
                 pb_utils.Logger.log_warn(f'model "{name}": {remark}')
@@ -229,23 +221,13 @@ class _Input:
         self.is_optional = entry.get("optional", False)
         self.dims = [int(dim) for dim in entry["dims"]]
 
-    def smallest(self, has_batch_dimension):
-        """The smallest valid array: zeros, one row, dynamic dims of 1."""
-        shape = ([1] if has_batch_dimension else []) + [max(dim, 1) for dim in self.dims]
-        return np.full(shape, b"", np.object_) if self.dtype is STRING else np.zeros(shape, self.dtype.numpy)
-
-    def tensor(self, array):
-        """A tensor for a BLS request."""
-        if self.dtype is BF16:
-            return pb_utils.Tensor.from_dlpack(self.name, bf16_from_array(array).to_dlpack())
-        return pb_utils.Tensor(self.name, array)
-
     def zeros(self, has_batch_dimension):
-        """The smallest valid array as the loopback describes it."""
-        array = self.smallest(has_batch_dimension)
-        bytes_each = 4 if self.dtype is STRING else array.itemsize  # an empty string is its length, 4 bytes
-        name = "BYTES" if self.dtype is STRING else self.dtype.config.removeprefix("TYPE_")
-        return Zeros(self.name, name, array.shape, array.size * bytes_each)
+        """The smallest valid input: one row of zeros or empty strings, dynamic dims of 1."""
+        shape = (1,) * has_batch_dimension + tuple([max(dim, 1) for dim in self.dims])
+        is_string = self.dtype is STRING
+        bytes_each = 4 if is_string else self.dtype.numpy.itemsize  # an empty string is its length, 4 bytes
+        name = "BYTES" if is_string else self.dtype.config.removeprefix("TYPE_")
+        return Zeros(self.name, name, shape, math.prod(shape) * bytes_each)
 
     def read(self, tensor):
         """The numpy array that the session takes. Raises UnicodeDecodeError for a string that is not UTF-8."""
@@ -256,57 +238,34 @@ class _Input:
         return tensor.as_numpy()
 
 
-class _Wake:
-    """The waker's transport: a BLS request to this very model, with the smallest valid inputs.
-
-    When the default level's queue is full, a request over loopback HTTP on the level that the build reserved.
-    """
-
-    def __init__(self, name, version, inputs, output_name, has_batch_dimension, priority):
-        self._name, self._version, self._output_name = name, version, output_name
-        required = [each for each in inputs if not each.is_optional]
-        self._inputs = [(each, each.smallest(has_batch_dimension)) for each in required]
-        self._loopback = None
-        endpoint = http_endpoint(os.environ, parent_command_line()) if priority > 0 else None
-        if endpoint is not None:
-            zeros = [each.zeros(has_batch_dimension) for each in required]
-            self._loopback = Loopback(endpoint, name, version, *wake_request(WAKE_ID, zeros, output_name, priority))
-        family = pb_utils.MetricFamily(
-            name="pilot_wakes_total",
-            description="Requests that the backend sent to its own model to wake the dynamic batcher",
-            kind=pb_utils.MetricFamily.COUNTER,
+def _waker(name, version, inputs, output_name, has_batch_dimension, parameters):
+    """The waker of this instance; None with a warning when the server has no HTTP service to send wakes to."""
+    endpoint = http_endpoint(os.environ, parent_command_line())
+    if endpoint is None:
+        pb_utils.Logger.log_warn(
+            f'model "{name}": this server has no HTTP service (or its command line does not show it: set '
+            f"{ENDPOINT_VARIABLE}=host:port), so no wake request can be sent and a request may wait 500 ms for a free instance"
         )
-        self._family = family  # a metric without a reference to its family cannot be observed
-        self._counter = family.Metric(labels={"model": name, "version": str(version)})
+        return None
+    zeros = [each.zeros(has_batch_dimension) for each in inputs if not each.is_optional]
+    request = wake_request(WAKE_ID, name, version, zeros, output_name, parameters.pilot_wake_priority)
+    family = pb_utils.MetricFamily(
+        name="pilot_wakes_total",
+        description="Requests that the backend sent to its own model to wake the dynamic batcher",
+        kind=pb_utils.MetricFamily.COUNTER,
+    )
+    counter = family.Metric(labels={"model": name, "version": str(version)})
 
-    def count(self, wakes):
-        """Add to pilot_wakes_total. From one thread only."""
-        self._counter.increment(wakes)
+    def count(wakes, family=family):  # noqa: ARG001  a metric without a reference to its family cannot be observed
+        counter.increment(wakes)
 
-    def send(self):
-        """Send one; whether it was executed rather than rejected in the queue. Raises RuntimeError for other answers."""
-        response = pb_utils.InferenceRequest(
-            request_id=WAKE_ID,
-            model_name=self._name,
-            model_version=self._version,
-            inputs=[each.tensor(array) for each, array in self._inputs],
-            requested_output_names=[self._output_name],
-            timeout=1,
-            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
-        ).exec()
-        answer = response.error().message() if response.has_error() else ""
-        if QUEUE_FULL in answer:
-            if self._loopback is None:
-                raise RuntimeError(
-                    f"{answer}. A full queue can only be woken on another priority level: reserve one with "
-                    "pilot_wake_priority and serve HTTP, or batches may wait 500 ms while the queue is full"
-                )
-            answer = self._loopback.send()
-        if EXPIRED in answer:
-            return False
-        if WAKE_ANSWER in answer:
-            return True
-        raise RuntimeError(answer or "the wake request was answered")
+    return Waker(
+        lambda: post(endpoint, request),
+        answer,
+        after_us=parameters.pilot_wake_after_us,
+        complain=lambda line: pb_utils.Logger.log_warn(f'model "{name}": {line}'),
+        count=count,
+    )
 
 
 def _input_entries(config, signature):

@@ -66,6 +66,9 @@ class Parameters:
     pilot_wake_after_us: int = _row(
         1000, "how long after an execution, with no new one begun, the waker sends its request", minimum=100
     )
+    pilot_classes: str = _row(
+        "", "classes of callers and their priority levels, as name:level,name:level; for clients and metrics"
+    )
     session: Mapping[str, str] = field(
         default_factory=dict,
         metadata={

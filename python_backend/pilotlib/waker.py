@@ -5,7 +5,7 @@ sleeps until the next arrival or 500 ms (core, dynamic_batch_scheduler.cc: WaitF
 execution has ended and no new one begins within about 1 ms, one daemon thread sends the model a request that expires in
 the queue at once: it is never executed, and its arrival wakes the batcher.
 
-    waker = Waker(send, after_us=1000); waker.began(); ...; waker.ended(); waker.stop()
+    waker = Waker(send, read, after_us=1000); waker.began(); ...; waker.ended(); waker.stop()
 
 `began` and `ended` are on the hot path: a counter, and a bell that is rung only while the thread sleeps. Without traffic
 the thread sleeps without polling.
@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
+import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 WAKE_ID = "pilot-wake"  # request_id by which `execute` knows a wake that was not rejected in the queue
+WAKE_ANSWER = "a wake request is never executed"  # what `execute` answers to it
+EXPIRED = "timeout expired"  # what Triton's core answers to a request that was rejected in the queue for its age
+WAKES_MAX = 9  # on their way at once; they wait 1, 2, 4 ... 256 ms for each other, then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
-SENDERS_MAX = 8  # wakes that can be on their way at once; they wait 1, 2, 4 ... 128 ms for each other
+FAILURES_TOLD = 3  # a server that starts or stops refuses one or two; only more of them are worth a line in the log
 BACK_OFF_MIN_S = 0.1
-BACK_OFF_MAX_S = 5.0
+BACK_OFF_MAX_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,11 @@ class WakePlan:
     reason: str
 
 
-def plan(config: Mapping[str, Any]) -> WakePlan:
-    """Decide from a model config in JSON form.
+def plan(config: Mapping[str, Any], wake_priority: int = 0) -> WakePlan:
+    """Decide from a model config in JSON form and the priority level of wakes (0: the default level).
 
-    A request sent from inside a backend (BLS) carries a timeout but no priority in Triton 24.10, so it queues at the
-    default level; there it expires at once when that level's policy says REJECT and allow_timeout_override below a
-    default timeout, which Triton needs to be non-zero.
+    A wake carries a timeout of 1 us. It expires in the queue when that level's policy says REJECT and has a default
+    timeout of 1 us, or a longer one (Triton needs it to be non-zero) that requests may override.
     """
     batching = config.get("dynamic_batching")
     if batching is None:
@@ -51,7 +54,9 @@ def plan(config: Mapping[str, Any]) -> WakePlan:
     default = batching.get("default_queue_policy") or {}
     if levels == 0 and not _is_policy(default):
         return WakePlan(False, False, "without priority levels or a queue policy the batcher prefetches: no stall")
-    level = int(batching.get("default_priority_level", 0) or 0)
+    # Triton takes a level outside the levels for the default one.
+    default_level = int(batching.get("default_priority_level", 0) or 0)
+    level = wake_priority if 1 <= wake_priority <= levels else default_level
     policies = batching.get("priority_queue_policy") or {}
     policy = policies.get(str(level), policies.get(level, default)) if levels else default
     timeout_us = int(policy.get("default_timeout_microseconds", 0) or 0)
@@ -61,8 +66,8 @@ def plan(config: Mapping[str, Any]) -> WakePlan:
     return WakePlan(
         True,
         False,
-        f"the queue of the default priority level {level} cannot reject wake requests: they reach the instance and are "
-        "turned away there. Give that level's queue policy timeout_action: REJECT, allow_timeout_override: true and a "
+        f"the queue of priority level {level} cannot reject wake requests: they reach the instance and are turned away "
+        "there. Give that level's queue policy timeout_action: REJECT, allow_timeout_override: true and a "
         "default_timeout_microseconds above 0 (an hour will do)",
     )
 
@@ -70,36 +75,34 @@ def plan(config: Mapping[str, Any]) -> WakePlan:
 class Waker:
     """Watches executions from one daemon thread and sends wakes when the instance has gone idle.
 
-    `send` sends one wake, blocks until its answer, and returns whether it was executed instead of rejected in the queue;
-    it is called from up to SENDERS_MAX threads. When it raises, the first failure of a row goes to `complain` and the
-    waker backs off. `count` gets the number of wakes sent, from one thread only: two threads in one custom metric of
-    Triton's made it abort. Executions of nothing but wakes are not counted by `began` and `ended`.
+    `send` sends one wake and returns its connection without waiting; `read` takes the answer from a connection that has
+    become readable, and closes it. Both may raise OSError. `count` gets the number of wakes sent, `complain` a line when
+    wakes keep failing; all are called on the waker's thread. Executions of nothing but wakes are not counted by `began`
+    and `ended`.
     """
 
     def __init__(
         self,
-        send: Callable[[], bool],
+        send: Callable[[], socket.socket],
+        read: Callable[[socket.socket], str],
         *,
         after_us: int = 1000,
         complain: Callable[[str], None] = print,
-        count: Callable[[int], None] = lambda wakes: None,  # noqa: ARG005
+        count: Callable[[int], None] | None = None,
     ) -> None:
         self._send = send
-        self._complain = complain
+        self._read = read
         self._count = count
+        self._complain = complain
         self._after_s = after_us / 1e6
-        self._back_off_s = 0.0
+        self._failures = 0
         self._begun = 0
         self._ended = 0
         self._is_asleep = False
         self._is_stopping = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
-        self._unanswered = 0
-        self._senders: list[threading.Thread] = []
-        self._watcher = threading.Thread(target=self._watch, name="pilot-waker", daemon=True)
-        self._watcher.start()
+        self._thread = threading.Thread(target=self._watch, name="pilot-waker", daemon=True)
+        self._thread.start()
 
     def began(self) -> None:
         """Call first in every `execute`."""
@@ -113,26 +116,20 @@ class Waker:
             self._bell.put(None)
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """End the threads; give up waiting after `timeout_s` when a wake is stuck in a server that shuts down."""
+        """End the thread; give up waiting for it after `timeout_s`."""
         self._is_stopping = True
         self._bell.put(None)
-        self._answers.put(False)
-        self._watcher.join(timeout_s)
-        for _ in self._senders:
-            self._jobs.put(None)
-        deadline = time.monotonic() + timeout_s
-        for sender in self._senders:
-            sender.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(timeout_s)
 
     def _watch(self) -> None:
         handled = 0  # executions after which the model has been woken
         while not self._is_stopping:
             self._sleep_until_ended(handled)
             seen = self._begun
-            self._pause()
+            self._pause(self._after_s)
             if self._begun == self._ended == seen != handled and not self._is_stopping:
                 handled = seen
-                self._count(self._wake(seen))
+                self._wake(seen)
 
     def _sleep_until_ended(self, handled: int) -> None:
         self._is_asleep = True
@@ -141,81 +138,55 @@ class Waker:
             return
         self._bell.get()
 
-    def _pause(self) -> None:
+    def _pause(self, seconds: float) -> None:
         with contextlib.suppress(queue.Empty):
-            self._bell.get(timeout=self._after_s)
+            self._bell.get(timeout=seconds)
 
-    def _wake(self, seen: int) -> int:
-        """Send wakes until the batcher has answered one or begun an execution; how many were sent.
+    def _wake(self, seen: int) -> None:
+        """Send wakes until the batcher has answered one or begun an execution.
 
         A wake can fail to wake: it arrives before the instance waits for work again, and then it is itself stuck (about
         3 % of wakes on one busy core). So the next one follows soon, each after twice the time.
         """
+        waiting: list[socket.socket] = []
         wait_s = self._after_s
-        sent = executed = 0
-        while self._post():
-            sent += 1
-            answer = self._answer(wait_s)
-            if self._is_stopping or self._begun != seen:
-                break
-            if isinstance(answer, Exception):
-                self._back_off(answer)
-                break
-            if answer is False or executed == EXECUTED_IN_A_ROW:
-                self._back_off_s = 0.0
-                break
-            if answer is True:
-                # The end of the executed wake can have lost the same race as any other execution: wake again.
-                executed += 1
-                self._pause()
-                if self._begun != seen:
-                    break
-            else:
-                wait_s *= 2
-        return sent
-
-    def _post(self) -> bool:
-        """Hand one wake to a sender; False when all are stuck."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._answers.get_nowait()
-                self._unanswered -= 1
-        if self._unanswered >= len(self._senders):
-            if len(self._senders) == SENDERS_MAX:
-                return False
-            sender = threading.Thread(target=self._deliver, name="pilot-waker-sender", daemon=True)
-            self._senders.append(sender)
-            sender.start()
-        self._unanswered += 1
-        self._jobs.put(None)
-        return True
-
-    def _answer(self, timeout_s: float) -> bool | Exception | None:
+        executed = 0
         try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        self._unanswered -= 1
-        return answer
+            while len(waiting) < WAKES_MAX:
+                waiting.append(self._send())
+                if self._count is not None:
+                    self._count(1)
+                readable, _, _ = select.select(waiting, [], [], wait_s)
+                answers = [self._take(waiting, connection) for connection in readable]
+                wait_s *= 2
+                if self._is_stopping or self._begun != seen or any(EXPIRED in answer for answer in answers):
+                    break
+                if any(WAKE_ANSWER in answer for answer in answers) and executed < EXECUTED_IN_A_ROW:
+                    # The end of the executed wake can have lost the same race as any other execution: wake again.
+                    executed += 1
+                    wait_s = self._after_s
+                elif answers:
+                    raise WakeError(answers[0])
+            self._failures = 0
+        except (OSError, WakeError) as error:
+            self._back_off(error)
+        finally:
+            for connection in waiting:
+                connection.close()
+
+    def _take(self, waiting: list[socket.socket], connection: socket.socket) -> str:
+        waiting.remove(connection)
+        return self._read(connection)
 
     def _back_off(self, error: Exception) -> None:
-        if self._back_off_s == 0:
-            self._complain(f"a wake request failed, the next ones back off: {error}")
-        self._back_off_s = min(max(2 * self._back_off_s, BACK_OFF_MIN_S), BACK_OFF_MAX_S)
-        deadline = time.monotonic() + self._back_off_s
-        while not self._is_stopping and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=self._back_off_s)
+        self._failures += 1
+        if self._failures == FAILURES_TOLD:
+            self._complain(f"wake requests fail, so a request may wait 500 ms for a free instance: {error}")
+        self._pause(min(BACK_OFF_MIN_S * 2 ** min(self._failures - 1, 10), BACK_OFF_MAX_S))
 
-    def _deliver(self) -> None:
-        while True:
-            self._jobs.get()
-            if self._is_stopping:
-                return
-            try:
-                self._answers.put(self._send())
-            except Exception as error:  # noqa: BLE001  whatever the server answers must not end the thread
-                self._answers.put(error)
+
+class WakeError(RuntimeError):
+    """A wake got another answer than a wake gets."""
 
 
 def _is_policy(policy: Mapping[str, Any]) -> bool:
