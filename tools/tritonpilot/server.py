@@ -22,19 +22,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from tritonpilot import keeper
 from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, NotLoadedError
 from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
 from tritonpilot.ports import choose_ports, port_taken
+from tritonpilot.repository import models
+from tritonpilot.server_log import ServerLog
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
     LOOPBACK,
@@ -53,9 +53,6 @@ PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver'
 UNLOAD_GRACE_S = 5
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
-_NOISE = re.compile(  # information, tables, what is normal without a GPU, and Python's import machinery
-    r"^[|+]|^I\d{4} |pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM|^\s*<frozen "
-)
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class EmbeddedServer:
         self._pid = 0
         self._exit_status: int | None = None
         self._folder = Path()
-        self._log = _Log(Path(os.devnull), io.BytesIO())
+        self._log = ServerLog(Path(os.devnull), io.BytesIO())
         self._shm_prefix = ""
         self._stop_asked = threading.Event()  # by the caller, of the whole server
         self._stop_sent = False  # to the keeper that runs now: a second time means kill
@@ -302,7 +299,7 @@ class EmbeddedServer:
                 f"There is no model repository at {self.repository}. Nothing was started. Name another, or "
                 "make it: tritonpilot build"
             )
-        present = sorted(folder.name for folder in self.repository.iterdir() if _is_model(folder))
+        present = models(self.repository)
         if not present:
             raise RepositoryError(
                 f"The model repository {self.repository} holds no model (a folder with a config.pbtxt or a version folder). "
@@ -332,7 +329,7 @@ class EmbeddedServer:
         self._shm_prefix = f"tritonpilot_{os.getpid()}_{secrets.token_hex(4)}_"
         try:
             log_file = self._given_log_file or self._folder / "tritonserver.log"
-            self._log = _Log(log_file, _opened(log_file))
+            self._log = ServerLog.open(log_file)
             backends = assemble(installation, self._folder, python)
             assert self._key is not None
             options = Options(
@@ -521,11 +518,7 @@ class EmbeddedServer:
 
     def _quoted(self) -> str:
         lines = self._log.telling()
-        return (
-            "Its log ends with:\n" + "\n".join(f"    {_short(line)}" for line in lines)
-            if lines
-            else "Its log is empty."
-        )
+        return "Its log ends with:\n" + "\n".join(f"    {line}" for line in lines) if lines else "Its log is empty."
 
 
 class _StopAskedError(ServerError):
@@ -566,83 +559,8 @@ def serve(server: EmbeddedServer, on_ready: Callable[[EmbeddedServer], None]) ->
     return received[0]
 
 
-class _Log:
-    """The log of one server, in a file that may hold earlier ones. Open, as the file goes with the server's folder."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path = path
-        self._file = file
-        self._lines: deque[str] = deque(maxlen=5000)
-        self._read = 0  # lines in all
-        self._told = 0  # of these, by new_lines
-        self._rest = b""
-
-    def lines(self) -> list[str]:
-        if not self._file.closed:
-            *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-            self._lines.extend(line.decode(errors="replace") for line in whole)
-            self._read += len(whole)
-        return [*self._lines, *([self._rest.decode(errors="replace")] if self._rest else [])]
-
-    def new_lines(self) -> list[str]:
-        """The whole lines since the last call."""
-        self.lines()
-        new, self._told = self._read - self._told, self._read
-        return list(self._lines)[-new:] if new else []
-
-    def close(self) -> None:
-        self.lines()
-        self._file.close()
-
-    def says(self, pattern: str) -> bool:
-        return any(re.search(pattern, line) for line in self.lines())
-
-    def about(self, model: str) -> str:
-        """What Triton last complained of, naming `model`."""
-        lines = self.lines()
-        complaints = [line for line in lines if line[:1] == "E" and re.search(rf"\b{re.escape(model)}\b", line)]
-        if not complaints:
-            return ""
-        # Where a config.pbtxt cannot be read, protobuf has said where, in the line before.
-        *_, parsing = ["", *(line for line in lines if "Error parsing text-format inference.ModelConfig: " in line)]
-        at = parsing.partition("inference.ModelConfig: ")[2] if "failed to read text proto" in complaints[-1] else ""
-        return f"{_message(complaints[-1])}{': ' if at else ''}{at}"
-
-    def telling(self, most: int = 15) -> list[str]:
-        """The last lines that tell something."""
-        lines = takewhile(lambda line: not line.startswith("Usage: tritonserver"), self.lines())
-        return [line for line in lines if line.strip() and not _NOISE.search(line)][-most:]
-
-
-def _opened(path: Path) -> BinaryIO:
-    """The log file, at its end, readable; what earlier servers wrote stays."""
-    try:
-        file = path.open("ab+")
-    except OSError as failed:
-        raise HostError(
-            f"The log file {path} cannot be written: {failed.strerror}. Nothing was started. "
-            "Name another, or none for a temporary one."
-        ) from None
-    file.seek(0, os.SEEK_END)
-    return file
-
-
 def _ignore(line: str) -> None:  # noqa: ARG001
     return
-
-
-def _message(line: str) -> str:
-    return re.sub(r"^E\d{4} \S+ \d+ \S+\] ", "", line).strip('" ')
-
-
-def _short(line: str, most: int = 300) -> str:
-    return line if len(line) <= most else f"{line[:most]} ..."
-
-
-def _is_model(folder: Path) -> bool:
-    if not folder.is_dir() or folder.name.startswith("."):
-        return False
-    return (folder / "config.pbtxt").is_file() or any(version.name.isdecimal() for version in folder.iterdir())
 
 
 def _is_live(endpoint: str) -> bool:
