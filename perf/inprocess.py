@@ -1,16 +1,17 @@
 """How fast is the model without a server? ONNX Runtime alone, in a process pinned to one core.
 
 with InProcess(model_file, core=0) as alone:
-    alone.rows_per_cpu_s(inputs, seconds=2.0)
+    alone.rows_per_cpu_s([inputs], seconds=2.0)
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -47,9 +48,9 @@ class InProcess:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def rows_per_cpu_s(self, inputs: Mapping[str, npt.NDArray[Any]], seconds: float) -> float:
-        """Rows per CPU second while running `inputs` (one batch) again and again for that long."""
-        return self._pool.submit(_run, dict(inputs), seconds).result()
+    def rows_per_cpu_s(self, batches: Sequence[Mapping[str, npt.NDArray[Any]]], seconds: float) -> float:
+        """Rows per CPU second while running the batches (input name -> rows) in turn for that long."""
+        return self._pool.submit(_run, [dict(batch) for batch in batches], seconds).result()
 
 
 _session: Any = None
@@ -61,13 +62,14 @@ def _start(model_file: str, core: int) -> None:
     _session = session(Path(model_file))
 
 
-def _run(inputs: dict[str, npt.NDArray[Any]], seconds: float) -> float:
-    rows = len(next(iter(inputs.values())))
-    for _ in range(20):
-        _session.run(None, inputs)
+def _run(batches: list[dict[str, npt.NDArray[Any]]], seconds: float) -> float:
+    for batch in batches:
+        _session.run(None, batch)
+    turns = itertools.cycle([(batch, len(next(iter(batch.values())))) for batch in batches])
     done = 0
     start, cpu_start = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
-        _session.run(None, inputs)
+        batch, rows = next(turns)
+        _session.run(None, batch)
         done += rows
     return done / (time.process_time() - cpu_start)

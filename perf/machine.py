@@ -126,6 +126,17 @@ def tree_cpu_s(root: int) -> float:
     return total
 
 
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of one process without its children. Raises MeasurementError when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError as error:
+        raise MeasurementError(
+            f"The process {pid} ended during the measurement ({error}). Nothing is reported. Look at its log."
+        ) from error
+    return sum(int(column) for column in text.rpartition(")")[2].split()[11:13]) / TICKS_PER_S
+
+
 def describe() -> dict[str, object]:
     """The machine in words that let a reader compare: processor, cores, memory, system. No names, no addresses."""
     return {

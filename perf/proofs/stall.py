@@ -124,7 +124,7 @@ def _calibrate(probe: Path, core: int) -> tuple[int, float]:
 
 def _alone_ms(model: Path, core: int) -> float:
     with InProcess(model, core) as alone:
-        return 1e3 / alone.rows_per_cpu_s({"x": np.ones((1, WIDTH), np.float32)}, seconds=0.7)
+        return 1e3 / alone.rows_per_cpu_s([{"x": np.ones((1, WIDTH), np.float32)}], seconds=0.7)
 
 
 def _write_model(path: Path, steps: int) -> None:
