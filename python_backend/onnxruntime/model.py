@@ -116,15 +116,14 @@ class TritonPythonModel:
         self._runner = self._session = None
 
     def _answer_beside_wakes(self, requests, work):
-        refusal = pb_utils.InferenceResponse(error=pb_utils.TritonError(WAKE_ANSWER, pb_utils.TritonError.UNAVAILABLE))
-        if not work:
-            return [refusal] * len(requests)
-        self._waker.began()
-        try:
-            answers = iter(self._answer(work))
-        finally:
-            self._waker.ended()
-        return [refusal if request.request_id() == WAKE_ID else next(answers) for request in requests]
+        answers = iter(())
+        if work:
+            self._waker.began()
+            try:
+                answers = iter(self._answer(work))
+            finally:
+                self._waker.ended()
+        return [_turn_away() if request.request_id() == WAKE_ID else next(answers) for request in requests]
 
     def _answer(self, requests):
         responses = [None] * len(requests)
@@ -277,6 +276,11 @@ def _input_entries(config, signature):
         if spec.name not in named
     ]
     return config["input"] + controls
+
+
+def _turn_away():
+    # NOTE: one object per request; the same response for two requests makes tritonserver 2.51 crash.
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(WAKE_ANSWER, pb_utils.TritonError.UNAVAILABLE))
 
 
 def _core_count():

@@ -53,7 +53,7 @@ def http_endpoint(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple
     if not arguments or "tritonserver" not in Path(arguments[0]).name:
         return None
     options: dict[str, str] = {}
-    for argument, following in zip(arguments[1:], [*arguments[2:], ""], strict=True):
+    for argument, following in zip(arguments[1:], (*arguments[2:], ""), strict=False):
         name, equals, value = argument.partition("=")
         options[name] = value if equals else following
     if options.get("--allow-http", "true").lower() in ("false", "0"):
