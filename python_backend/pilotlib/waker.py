@@ -18,6 +18,7 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ EXPIRED = "timeout expired"  # what Triton's core answers to a request that was 
 WAKES_MAX = 9  # on their way at once; they wait 1, 2, 4 ... 256 ms for each other, then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
 FAILURES_TOLD = 3  # a server that starts or stops refuses one or two; only more of them are worth a line in the log
+COUNT_EVERY_S = 1.0
 BACK_OFF_MIN_S = 0.1
 BACK_OFF_MAX_S = 1.0
 
@@ -76,9 +78,9 @@ class Waker:
     """Watches executions from one daemon thread and sends wakes when the instance has gone idle.
 
     `send` sends one wake and returns its connection without waiting; `read` takes the answer from a connection that has
-    become readable, and closes it. Both may raise OSError. `count` gets the number of wakes sent, `complain` a line when
-    wakes keep failing; all are called on the waker's thread. Executions of nothing but wakes are not counted by `began`
-    and `ended`.
+    become readable, and closes it. Both may raise OSError. `count` gets the number of wakes sent, at most once a second
+    (the last second's come with the next wake); `complain` a line when wakes keep failing. All are called on the waker's
+    thread. Executions of nothing but wakes are not counted by `began` and `ended`.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Waker:
         self._complain = complain
         self._after_s = after_us / 1e6
         self._failures = 0
+        self._uncounted = 0
+        self._count_at = 0.0
         self._begun = 0
         self._ended = 0
         self._is_asleep = False
@@ -154,8 +158,7 @@ class Waker:
         try:
             while len(waiting) < WAKES_MAX:
                 waiting.append(self._send())
-                if self._count is not None:
-                    self._count(1)
+                self._tally()
                 readable, _, _ = select.select(waiting, [], [], wait_s)
                 answers = [self._take(waiting, connection) for connection in readable]
                 wait_s *= 2
@@ -173,6 +176,14 @@ class Waker:
         finally:
             for connection in waiting:
                 connection.close()
+
+    def _tally(self) -> None:
+        """Count one wake; told at most once a second, because a custom metric costs as much as the wake itself."""
+        self._uncounted += 1
+        now = time.monotonic()
+        if self._count is not None and now >= self._count_at:
+            self._count(self._uncounted)
+            self._uncounted, self._count_at = 0, now + COUNT_EVERY_S
 
     def _take(self, waiting: list[socket.socket], connection: socket.socket) -> str:
         waiting.remove(connection)
