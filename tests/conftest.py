@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tritonpilot import build, repository, spec
+
+ROOT = Path(__file__).parents[1]
 
 CONFIG = """
 backend: "python"
@@ -86,3 +91,13 @@ def free_port() -> int:
 def last_cpu() -> int:
     """The highest of the CPUs that this process may use."""
     return max(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="session")
+def example_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example services, trained or exported when they are missing, built into a repository of their own."""
+    services = spec.load_services(ROOT / "models", ["ctr", "image"])
+    build.prepare(services, "auto", lambda line: print(line, file=sys.stderr))
+    root = tmp_path_factory.mktemp("examples") / "model_repository"
+    repository.publish(root, [plan.folder for plan in build.plan(services)])
+    return root
