@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -48,12 +48,17 @@ class InProcess:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def rows_per_cpu_s(self, batches: Sequence[Mapping[str, npt.NDArray[Any]]], seconds: float) -> float:
-        """Rows per CPU second while running the batches (input name -> rows) in turn for that long."""
-        return self._pool.submit(_run, [dict(batch) for batch in batches], seconds).result()
+    def prepare(self, batches: Sequence[Mapping[str, npt.NDArray[Any]]]) -> None:
+        """Hand over the batches (input name -> rows) that `run` takes in turn, and run each once."""
+        self._pool.submit(_prepare, [dict(batch) for batch in batches]).result()
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """(rows, CPU seconds) of running the batches in turn for that long."""
+        return self._pool.submit(_run, seconds).result()
 
 
 _session: Any = None
+_turns: Iterator[tuple[dict[str, npt.NDArray[Any]], int]] = iter(())
 
 
 def _start(model_file: str, core: int) -> None:
@@ -62,14 +67,18 @@ def _start(model_file: str, core: int) -> None:
     _session = session(Path(model_file))
 
 
-def _run(batches: list[dict[str, npt.NDArray[Any]]], seconds: float) -> float:
+def _prepare(batches: list[dict[str, npt.NDArray[Any]]]) -> None:
+    global _turns
     for batch in batches:
         _session.run(None, batch)
-    turns = itertools.cycle([(batch, len(next(iter(batch.values())))) for batch in batches])
+    _turns = itertools.cycle([(batch, len(next(iter(batch.values())))) for batch in batches])
+
+
+def _run(seconds: float) -> tuple[int, float]:
     done = 0
     start, cpu_start = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
-        batch, rows = next(turns)
+        batch, rows = next(_turns)
         _session.run(None, batch)
         done += rows
-    return done / (time.process_time() - cpu_start)
+    return done, time.process_time() - cpu_start

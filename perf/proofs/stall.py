@@ -124,7 +124,9 @@ def _calibrate(probe: Path, core: int) -> tuple[int, float]:
 
 def _alone_ms(model: Path, core: int) -> float:
     with InProcess(model, core) as alone:
-        return 1e3 / alone.rows_per_cpu_s([{"x": np.ones((1, WIDTH), np.float32)}], seconds=0.7)
+        alone.prepare([{"x": np.ones((1, WIDTH), np.float32)}])
+        rows, cpu_s = alone.run(seconds=0.7)
+    return 1e3 * cpu_s / rows
 
 
 def _write_model(path: Path, steps: int) -> None:
