@@ -26,7 +26,8 @@ from typing import Any
 WAKE_ID = "pilot-wake"  # request_id by which `execute` knows a wake that was not rejected in the queue
 WAKE_ANSWER = "a wake request is never executed"  # what `execute` answers to it
 EXPIRED = "timeout expired"  # what Triton's core answers to a request that was rejected in the queue for its age
-WAKES_MAX = 9  # on their way at once; they wait 1, 2, 4 ... 256 ms for each other, then Triton's own 500 ms are over
+WAIT_MAX_S = 0.016  # wakes wait 1, 2, 4, 8, 16, 16 ... ms for each other
+WAKES_MAX = 36  # on their way at once: then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
 FAILURES_TOLD = 3  # a server that starts or stops refuses one or two; only more of them are worth a line in the log
 COUNT_EVERY_S = 1.0
@@ -150,7 +151,7 @@ class Waker:
         """Send wakes until the batcher has answered one or begun an execution.
 
         A wake can fail to wake: it arrives before the instance waits for work again, and then it is itself stuck (about
-        3 % of wakes on one busy core). So the next one follows soon, each after twice the time.
+        3 % of wakes on one busy core). So the next one follows soon, after twice the time up to WAIT_MAX_S.
         """
         waiting: list[socket.socket] = []
         wait_s = self._after_s
@@ -161,7 +162,7 @@ class Waker:
                 self._tally()
                 readable, _, _ = select.select(waiting, [], [], wait_s)
                 answers = [self._take(waiting, connection) for connection in readable]
-                wait_s *= 2
+                wait_s = min(2 * wait_s, WAIT_MAX_S)
                 if self._is_stopping or self._begun != seen or any(EXPIRED in answer for answer in answers):
                     break
                 if any(WAKE_ANSWER in answer for answer in answers) and executed < EXECUTED_IN_A_ROW:
