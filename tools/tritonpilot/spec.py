@@ -38,14 +38,27 @@ FORMAT_OF_SUFFIX: Mapping[str, ModelFormat] = {
 #: Triton takes a timeout of 0 for "none", but then also ignores a request's own timeout. One hour stands for "none".
 NO_TIMEOUT_MS = 3_600_000.0
 
+#: Fields of ModelConfig that `triton` may not set: the service file or the model says them.
+SAID_ELSEWHERE = (
+    "name",
+    "max_batch_size",
+    "input",
+    "output",
+    "instance_group",
+    "version_policy",
+    "ensemble_scheduling",
+)
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=128)]
-Positive = Annotated[int, Field(ge=1)]
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # the types of Triton's fields
+Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Version = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 
 class _Written(BaseModel):
-    """Part of a file that a person writes: immutable, no unknown keys, no silent conversion of strings to numbers."""
+    """Part of a file that a person writes: immutable, no unknown keys, no strings for numbers, no infinities."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Tensor(_Written):
@@ -53,7 +66,7 @@ class Tensor(_Written):
 
     name: str
     data_type: DataType
-    dims: list[Annotated[int, Field(ge=-1)]]
+    dims: list[Annotated[int, Field(ge=-1, le=INT64_MAX)]]
 
 
 class GpuModel(_Written):
@@ -89,8 +102,10 @@ class Slo(_Written):
 class Batching(_Written):
     """Triton's dynamic batcher."""
 
-    max_batch_size: Annotated[int, Field(ge=0)] = Field(description="0: the model has no batch dimension")
-    queue_delay_us: Annotated[int, Field(ge=0)] = Field(0, description="how long a request may wait for company")
+    max_batch_size: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(description="0: the model has no batch dimension")
+    queue_delay_us: Annotated[int, Field(ge=0, le=60_000_000)] = Field(
+        0, description="how long a request may wait for company"
+    )
     preferred_batch_sizes: list[Positive] = Field(
         [], description="leave empty unless an engine has profiles for these sizes"
     )
@@ -115,7 +130,7 @@ class CallerClass(_Written):
     name: Name
     priority: int
     max_queue_size: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(1000, description="0: unlimited")
-    timeout_ms: Annotated[float, Field(gt=0, le=NO_TIMEOUT_MS)] | None = Field(
+    timeout_ms: Annotated[float, Field(ge=0.001, le=NO_TIMEOUT_MS)] | None = Field(
         None, description="longest wait in the queue; a request may ask for less"
     )
     timeout_action: Literal["reject", "delay"] = "reject"
@@ -128,7 +143,7 @@ class Instances(_Written):
     kind: Literal["auto", "cpu", "gpu", "model"] = Field(
         "auto", description="auto: what the build target says (gpu, cpu, or Triton's own KIND_AUTO)"
     )
-    gpus: list[Annotated[int, Field(ge=0)]] = []
+    gpus: list[Annotated[int, Field(ge=0, le=1023)]] = []
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         1, description="CPU threads inside one run; 0: runtime's choice"
     )
@@ -143,7 +158,7 @@ class LatestVersions(_Written):
 class SpecificVersions(_Written):
     """Serve exactly these versions."""
 
-    specific: Annotated[list[Positive], Field(min_length=1)]
+    specific: Annotated[list[Version], Field(min_length=1)]
 
 
 class Warmup(_Written):
@@ -166,14 +181,16 @@ class RateLimiter(_Written):
     """Triton's rate limiter; takes effect when the server runs with `--rate-limit=execution_count`."""
 
     resources: list[Resource] = []
-    priority: Annotated[int, Field(ge=0)] = Field(0, description="a weight: 2 gets half of the chances of 1")
+    priority: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(
+        0, description="a weight: 2 gets half of the chances of 1"
+    )
 
 
 class Step(_Written):
     """One step of an ensemble. Maps go from the composing model's tensor name to the ensemble's."""
 
     model: Name
-    version: Annotated[int, Field(ge=-1)] = -1
+    version: Annotated[int, Field(ge=-1, le=INT64_MAX)] = -1
     inputs: Annotated[dict[str, str], Field(min_length=1)]
     outputs: Annotated[dict[str, str], Field(min_length=1)]
 
@@ -233,6 +250,14 @@ class Service(_Written):
         ours = [key for key in value if key in ("pilot_wake_priority", "pilot_classes")]
         if ours:
             raise ValueError(f"{ours[0]} is set by the build itself; remove it")
+        return value
+
+    @field_validator("triton")
+    @classmethod
+    def _no_second_word(cls, value: dict[str, Any]) -> dict[str, Any]:
+        said = [key for key in value if re.sub(r"([A-Z])", r"_\1", key).lower() in SAID_ELSEWHERE]
+        if said:
+            raise ValueError(f"{said[0]} is said elsewhere in the service file or read from the model; remove it here")
         return value
 
     @model_validator(mode="after")
