@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,6 +97,10 @@ class Result:
         return f"{self.name} {self.value:g} {self.unit} (bar {self.bar}) {'ok' if self.ok else 'short'}"
 
 
+class NoisyRoundError(MeasurementError):
+    """`measure` itself saw that its round was disturbed; the message says by what."""
+
+
 class Bench:
     """What a proof works with: the two cores, the wish for brevity, a voice, and rounds that watch the machine."""
 
@@ -132,9 +136,9 @@ class Bench:
     ) -> list[Round]:
         """`count` results of `measure`, each made while the machine was quiet.
 
-        `check` raises when what is measured died; it is called after every round. A noisy round is repeated, also when
-        it failed to measure, up to `retries` times in all (default: as many as rounds); then MeasurementError says what
-        was seen.
+        `check` raises when what is measured died; it is called after every round. A noisy round (the machine's load tells,
+        or `measure` raises NoisyRoundError) is repeated, also when it failed to measure, up to `retries` times in all
+        (default: as many as rounds); then MeasurementError says what was seen.
         """
         spare = count if retries is None else retries
         kept: list[Round] = []
@@ -143,7 +147,9 @@ class Bench:
                 self.wait_until_quiet()
             noise, found = self._watched(lambda: _attempt(measure))
             check()
-            if noise.is_quiet or not self._needs_quiet:
+            if isinstance(found, NoisyRoundError):
+                noise = replace(noise, is_quiet=False, reason=str(found))
+            elif noise.is_quiet or not self._needs_quiet:
                 if isinstance(found, MeasurementError):
                     raise found
                 kept.append(found)
@@ -151,7 +157,8 @@ class Bench:
                 self.say(f"round {len(kept)} of {count}: {noise.reason}")
                 continue
             self.noisy_rounds += 1
-            self.say(f"a round is thrown away: {noise.reason}" + (f"; {found}" if isinstance(found, Exception) else ""))
+            failed = isinstance(found, Exception) and not isinstance(found, NoisyRoundError)
+            self.say(f"a round is thrown away: {noise.reason}" + (f"; {found}" if failed else ""))
             if self.noisy_rounds > spare:
                 raise MeasurementError(
                     f"The machine was too noisy: {self.noisy_rounds} rounds were thrown away, in the last one "

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from perf import machine, prove
-from perf.frame import Bar, Bench, Claim, Outcome, Result, carry_out, median, spread, write
+from perf.frame import Bar, Bench, Claim, NoisyRoundError, Outcome, Result, carry_out, median, spread, write
 from perf.machine import Limits, Sample, judge
 from perf.open_loop import Request
 from perf.proofs import CLAIMS
@@ -117,6 +117,20 @@ def test_noisy_round_is_repeated(noises: list[float]) -> None:
     noises[:] = [0, 0.5, 0, 0]  # quiet second, loud round, quiet second, quiet round
     values = iter((1, 2, 3))
     assert bench().rounds(1, lambda: next(values), check=lambda: None) == [2]
+
+
+def test_a_round_that_says_that_it_was_disturbed_is_repeated() -> None:
+    outcomes = iter((NoisyRoundError("the core was slow"), 7))
+
+    def measure() -> int:
+        found = next(outcomes)
+        if isinstance(found, NoisyRoundError):
+            raise found
+        return found
+
+    toy = bench()
+    assert toy.rounds(1, measure, check=lambda: None) == [7]
+    assert toy.noisy_rounds == 1
 
 
 def test_too_many_noisy_rounds_are_refused_with_what_was_seen(noises: list[float]) -> None:
