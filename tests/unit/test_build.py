@@ -165,6 +165,14 @@ def test_a_model_without_batch_dimension_is_refused(services: Callable[..., list
         build.plan(services())
 
 
+def test_a_scalar_without_batch_dimension_is_refused(services: Callable[..., list[Any]], tmp_path: Path) -> None:
+    identity(tmp_path / "models/iris/model.onnx", dims=())
+    start = GOOD.index("  samples:")
+
+    with pytest.raises(ModelError, match="input x of model.onnx is a scalar"):
+        build.plan(services(GOOD[start:], "batching: {max_batch_size: 0}\n"))
+
+
 def test_a_vector_per_batch_gets_a_reshape(services: Callable[..., list[Any]], tmp_path: Path) -> None:
     identity(tmp_path / "models/iris/model.onnx", dims=("batch",))
     np.savez(tmp_path / "models/iris/samples.npz", x=np.zeros(3, np.float32))

@@ -173,11 +173,6 @@ def test_input_data_stays_small_for_large_tensors(tmp_path: Path) -> None:
     assert (tmp_path / "in.json").stat().st_size < 220_000
 
 
-def test_input_data_keeps_the_leading_dimension_without_batching(tmp_path: Path) -> None:
-    write_input_data(tmp_path / "in.json", {"x": np.zeros((4, 2), np.float32)}, is_batched=False)
-    assert json.loads((tmp_path / "in.json").read_text())["data"][0]["x"]["shape"] == [1, 2]
-
-
 def test_input_data_refuses_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="'x' holds bytes"):
         write_input_data(tmp_path / "in.json", {"x": np.array([[b"\xff\xfe"]])})

@@ -119,7 +119,8 @@ def test_noisy_round_is_repeated(noises: list[float]) -> None:
     assert bench().rounds(1, lambda: next(values), check=lambda: None) == [2]
 
 
-def test_a_round_that_says_that_it_was_disturbed_is_repeated() -> None:
+def test_a_round_that_says_that_it_was_disturbed_is_repeated(noises: list[float]) -> None:
+    noises[:] = [0] * 4
     outcomes = iter((NoisyRoundError("the core was slow"), 7))
 
     def measure() -> int:

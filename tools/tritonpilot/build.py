@@ -23,7 +23,8 @@ from tritonpilot.errors import DriftError, ModelError, SpecError
 from tritonpilot.model_config import BACKENDS, Target
 from tritonpilot.onnx_model import Signature, external_files, read_signature
 from tritonpilot.repository import Change, ModelFolder, compare, versions
-from tritonpilot.spec import Service, SpecificVersions
+from tritonpilot.repository import models as repository_models
+from tritonpilot.spec import SERVICE_FILE, Service, SpecificVersions, load_services
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,14 @@ def prepare(services: Sequence[Service], target: Target, narrate: Callable[[str]
         narrate(f"{service.service}: made {path.name} in {time.monotonic() - started:.0f} s")
 
 
-def plan(services: Sequence[Service], target: Target = "auto") -> list[Plan]:
+def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[Service] = ()) -> list[Plan]:
     """Check every service against its model and work out its model folder.
 
+    Members of an ensemble are looked up in `others` when they are not among `services`; they get no plan.
     Raises SpecError or ModelError; nothing is written.
     """
+    asked = {service.service for service in services}
+    services = _with_members(services, {other.service: other for other in others})
     plans = [_plan_model(service, target) for service in services if service.model is not None]
     configs = {p.service.service: model_config.parse(p.folder.config_text, p.service.service) for p in plans}
     waiting = [service for service in services if service.ensemble is not None]
@@ -83,7 +87,7 @@ def plan(services: Sequence[Service], target: Target = "auto") -> list[Plan]:
             text = model_config.to_text(config, _source(service))
             plans.append(Plan(service, ModelFolder(service.service, text, {})))
             waiting.remove(service)
-    return sorted(plans, key=lambda p: p.service.service)
+    return sorted((p for p in plans if p.service.service in asked), key=lambda p: p.service.service)
 
 
 def check_versions(root: Path, plans: Sequence[Plan]) -> None:
@@ -111,6 +115,25 @@ def check(root: Path, plans: Sequence[Plan]) -> list[Change]:
             "Run `tritonpilot build` (or undo the edit of a generated file)."
         )
     return changes
+
+
+def probe_inputs(models: Path, root: Path) -> dict[str, dict[str, NDArray[Any]]]:
+    """One real row per model of the repository whose service has samples: what proves that a model answers.
+
+    A repository without service files beside it gets none; its models are probed with zeros.
+    """
+    if not any(models.glob(f"*/{SERVICE_FILE}")):
+        return {}
+    served = set(repository_models(root))
+    found = {}
+    for service in load_services(models):
+        if service.model is None or service.model.samples is None or service.service not in served:
+            continue
+        path = service.folder / service.model.samples
+        if path.is_file():
+            is_batched = service.batching.max_batch_size > 0
+            found[service.service] = samples.first_request(samples.read(path), is_batched=is_batched)
+    return found
 
 
 def _plan_model(service: Service, target: Target) -> Plan:
@@ -159,6 +182,14 @@ def _sample_row(service: Service, signature: Signature) -> dict[str, NDArray[Any
             )
         row[tensor.name] = array[0] if shape else array[:1]
     return row
+
+
+def _with_members(services: Sequence[Service], others: dict[str, Service]) -> list[Service]:
+    found = {service.service: service for service in services}
+    missing = {name for service in services for name in _members(service) if name not in found and name in others}
+    if not missing:
+        return list(services)
+    return _with_members([*services, *(others[name] for name in sorted(missing))], others)
 
 
 def _members(service: Service) -> set[str]:

@@ -42,7 +42,7 @@ TargetOption = Annotated[
     Target,
     typer.Option("--target", help="Where instances run: cpu, gpu, or auto (Triton uses GPUs where there are some)."),
 ]
-Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="[SERVICE]...")]  # noqa: UP045
+Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="SERVICE")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 0,2 or 0-3.", metavar="LIST")]
 
@@ -85,9 +85,10 @@ def build(
 ) -> None:
     """Write the model repository from the service files (only what changed, each model in one step)."""
     services = spec.load_services(models, names or [])
+    everything = spec.load_services(models)  # an ensemble is checked against its members
     if prepare and not (check or dry_run):
         building.prepare(services, target, _narrate)
-    plans = building.plan(services, target)
+    plans = building.plan(services, target, everything)
     if check:
         changes = building.check(repository, plans)
     elif dry_run:
@@ -131,7 +132,7 @@ def serve(
         strict_config=strict_config,
         rate_limit=rate_limit,
         cache_size_bytes=cache_mb << 20,
-        probe_inputs=demonstration.probe_inputs(models, repository),
+        probe_inputs=building.probe_inputs(models, repository),
         on_progress=_narrate,
     )
 
@@ -173,14 +174,13 @@ def measure(
         "rates_per_s": _numbers(rate, "--rate", float) if rate else [],
         "batch": batch,
         "parameters": {"priority": priority} if priority else None,
-        "is_batched": chosen.batching.max_batch_size > 0,
         "cpus": _cpu_list(cpus),
         "on_progress": _narrate,
     }
     if grpc:
         points = list(sweep.measure(grpc, service, rows, **wanted))
     else:
-        probes = demonstration.probe_inputs(models, repository)
+        probes = building.probe_inputs(models, repository)
         with EmbeddedServer(
             repository, models=[service], cpus=_cpu_list(server_cpus), probe_inputs=probes, on_progress=_narrate
         ) as server:

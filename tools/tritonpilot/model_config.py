@@ -98,6 +98,11 @@ def check_signature(service: Service, signature: Signature) -> None:
                     f"{service.model.file} has the shape {list(tensor.shape)} without a variable first dimension. "
                     "Nothing was changed. Export the model with a dynamic batch dimension, or set max_batch_size to 0."
                 )
+            if not batched and not tensor.shape:
+                raise ModelError(
+                    f"{service.path}: {kind} {tensor.name} of {service.model.file} is a scalar, and Triton has none without "
+                    "a batch dimension. Nothing was changed. Export it with the shape [1]."
+                )
     for kind, stated, found in (
         ("input", service.model.inputs, signature.inputs),
         ("output", service.model.outputs, signature.outputs),

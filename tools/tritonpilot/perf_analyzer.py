@@ -148,20 +148,16 @@ def write_input_data(
     *,
     rows: int = INPUT_ROWS,
     max_bytes: int = INPUT_BYTES,
-    is_batched: bool = True,
 ) -> int:
     """Write perf_analyzer's --input-data JSON with the first rows of `samples`; returns how many there are.
 
     Arrays are [n, ...] of numbers or strings; fewer rows are taken when the file would pass `max_bytes` (one photo of
-    224x224 is 0.8 MB). `is_batched=False` keeps each row's leading dimension for a model with max_batch_size 0.
+    224x224 is 0.8 MB).
     """
     available = min(len(array) for array in samples.values())
     row_bytes = sum(max(1, array[:1].nbytes * 4 // 3) for array in samples.values())
     count = max(1, min(rows, available, max_bytes // row_bytes))
-    data = [
-        {name: _tensor(name, array[i] if is_batched else array[i : i + 1]) for name, array in samples.items()}
-        for i in range(count)
-    ]
+    data = [{name: _tensor(name, array[i]) for name, array in samples.items()} for i in range(count)]
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     return count
 

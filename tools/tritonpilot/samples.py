@@ -51,7 +51,8 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
         ) from error
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(
-            f"{path} is not an .npz archive of plain arrays: {error}. Nothing was changed. Make it again."
+            f"{path} is not an .npz archive of plain arrays: {error}. Nothing was changed. Make it again "
+            "(strings: not as object arrays, but as `array.astype(str)` or `array.astype(bytes)`)."
         ) from error
     rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if not rows or 0 in rows.values():
@@ -70,6 +71,25 @@ def fits(array: NDArray[Any], data_type: str, shape: Sequence[int]) -> bool:
     return (
         right_type and len(row) == len(shape) and all(want in (-1, got) for want, got in zip(shape, row, strict=True))
     )
+
+
+def first_request(arrays: Mapping[str, NDArray[Any]], *, is_batched: bool) -> dict[str, NDArray[Any]]:
+    """The first row as the inputs of one request: with a leading dimension of 1 where the model has a batch dimension.
+
+    Strings become object arrays of UTF-8 bytes, as tritonclient takes them; a row without dimensions becomes [1], since
+    Triton has no scalars.
+    """
+    return {name: _for_client(_row(array)[np.newaxis] if is_batched else _row(array)) for name, array in arrays.items()}
+
+
+def _row(array: NDArray[Any]) -> NDArray[Any]:
+    return array[0] if array.ndim > 1 else array[:1]
+
+
+def _for_client(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    return array.astype(np.object_) if array.dtype.kind == "S" else array
 
 
 def raw(array: NDArray[Any]) -> bytes:

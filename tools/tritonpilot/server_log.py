@@ -17,7 +17,7 @@ from typing import BinaryIO
 from tritonpilot.errors import HostError
 
 _NOISE = re.compile(  # information, tables, what is normal without a GPU, and Python's import machinery
-    r"^[|+]|^I\d{4} |pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM|^\s*<frozen "
+    r"^[|+]|^I\d{4} |pinned_memory_manager|CudaDriverHelper|CUDA driver version is insufficient|initialize NVML|DCGM|^\s*<frozen "
 )
 
 

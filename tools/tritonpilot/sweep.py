@@ -39,7 +39,6 @@ def measure(
     percentile: int | None = None,
     parameters: Mapping[str, int | str | bool] | None = None,
     shared_memory: Literal["none", "system"] = "none",
-    is_batched: bool = True,
     cpus: Sequence[int] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Iterator[Point]:
@@ -55,7 +54,7 @@ def measure(
     protocol: Literal["grpc", "http"] = "grpc" if http_url is None else "http"
     with tempfile.TemporaryDirectory(prefix="tritonpilot-sweep-") as folder:
         input_data = Path(folder, "input.json")
-        perf_analyzer.write_input_data(input_data, samples, is_batched=is_batched)
+        perf_analyzer.write_input_data(input_data, samples)
         loads = [
             Load(
                 model=model,
