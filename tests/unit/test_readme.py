@@ -66,3 +66,13 @@ def test_every_link_leads_to_a_file() -> None:
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_service_files_of_the_guide_are_valid(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "services.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+
+    assert len(shown) == 3
+    for text in shown:
+        (tmp_path / "service.yaml").write_text(text)
+        load_service(tmp_path / "service.yaml")
