@@ -18,6 +18,7 @@ from perf.machine import Limits, Sample, judge
 from perf.open_loop import Request
 from perf.proofs import CLAIMS
 from perf.proofs.accuracy import _worst
+from perf.proofs.efficiency import Round
 from perf.proofs.priorities import Trial
 from tritonpilot.errors import MeasurementError, ServerError
 
@@ -310,3 +311,8 @@ def test_difference_of_answers_is_seen_and_a_wrong_shape_is_infinitely_wrong() -
 )
 def test_overtaking_leaves_only_the_executing_ahead(trial: Trial, overtook: bool) -> None:
     assert trial.overtook is overtook
+
+
+def test_efficiency_compares_rows_per_cpu_second() -> None:
+    found = Round(served_rows=800, front_s=0.5, stub_s=1.5, served_wall_s=2, alone_rows=1000, alone_s=2)
+    assert (found.served_rate, found.alone_rate, found.ratio) == (400, 500, 0.8)
