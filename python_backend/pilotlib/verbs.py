@@ -1,0 +1,155 @@
+"""What does one write for a backend of one's own? Four verbs; batching, isolation of errors and Triton itself are done here.
+
+    class Length(Backend[NoParameters, Array, Array]):
+        def decode(self, inputs):            # one request: Triton's inputs -> an item; refuse with BadRequest
+            return inputs["text"]
+        def predict(self, items):            # all requests of an execution together: items -> results, in their order
+            return [np.char.str_len(item.astype("S")).astype(np.int32) for item in items]
+        def encode(self, result):            # one request: a result -> Triton's outputs
+            return {"length": result}
+
+    TritonPythonModel = triton_model(Length)     # pilotlib.triton_model, at the end of the backend's model.py
+
+The fourth verb, `set_up`, runs once per instance. With max_batch_size above 0 every array has the batch dimension first:
+FP32[rows, ...]; a request may bring several rows. Strings are object arrays of `bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pilotlib.tensors import Array
+
+P = TypeVar("P")  # the parameters
+I = TypeVar("I")  # an item: one request, decoded  # noqa: E741
+R = TypeVar("R")  # a result: the answer to one item
+
+Infer = Callable[[str, Mapping[str, Array], Sequence[str]], dict[str, Array]]
+"""(model, inputs, names of wanted outputs) -> outputs; raises InferError. Safe to call from several threads."""
+
+
+class BadRequest(ValueError):  # noqa: N818  it is the caller's request that is bad, and this names it
+    """A request cannot be answered, through its own fault: `BadRequest("photo", "row 3 is no image")`."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f'"{field}": {why}')
+        self.field = field
+
+
+class InferError(RuntimeError):
+    """A model that a backend called answered with an error."""
+
+
+@dataclass(frozen=True)
+class NoParameters:
+    """The parameters of a backend that has none."""
+
+
+@dataclass(frozen=True)
+class Context(Generic[P]):
+    """What an instance knows when it is set up."""
+
+    model: str
+    version: int
+    version_folder: Path
+    """Holds the files that the service file lists (`model.files`), such as a vocabulary."""
+    config: Mapping[str, Any]
+    """The model's ModelConfig in Triton's JSON form."""
+    parameters: P
+    cores: int
+    """How many CPU cores this instance may use."""
+    infer: Infer
+    """Calls another model of the same server (BLS)."""
+
+
+class Backend(Generic[P, I, R]):
+    """Base of a backend. One object per instance, used from one thread."""
+
+    parameters: ClassVar[type] = NoParameters
+    """A frozen dataclass whose fields are the parameters of config.pbtxt (pilotlib.parameters.parameter)."""
+
+    def set_up(self, context: Context[P]) -> None:
+        """Load files, allocate buffers, run a first prediction. A ValueError or OSError refuses the model, its text is shown."""
+
+    def decode(self, inputs: Mapping[str, Array]) -> I:
+        """One request's inputs -> an item. Raise BadRequest for what is wrong with them."""
+        raise NotImplementedError
+
+    def predict(self, items: Sequence[I]) -> Sequence[R | BadRequest]:
+        """All items of an execution -> as many results in their order; a BadRequest in place of a result is that request's answer.
+
+        When it raises, it is called again with halves, until the item that it cannot take is alone.
+        """
+        raise NotImplementedError
+
+    def encode(self, result: R) -> Mapping[str, Array]:
+        """A result -> one request's outputs. Arrays may lie in buffers that the next `predict` overwrites."""
+        raise NotImplementedError
+
+    def tear_down(self) -> None:
+        """Free what `set_up` took, such as threads."""
+
+
+def answers(
+    backend: Backend[Any, Any, Any], requests: Sequence[Mapping[str, Array] | BadRequest]
+) -> list[Mapping[str, Array] | Exception]:
+    """One answer per request, in their order: its outputs, or the error that is its own and nobody else's.
+
+    A BadRequest in place of a request (it could not even be read) is passed through.
+    """
+    found: list[Mapping[str, Array] | Exception] = [MISSING] * len(requests)
+    places, items = [], []
+    for place, request in enumerate(requests):
+        if isinstance(request, BadRequest):
+            found[place] = request
+            continue
+        try:
+            items.append(backend.decode(request))
+        except Exception as error:  # noqa: BLE001  this request's error is its answer; its mates go on
+            found[place] = error
+            continue
+        places.append(place)
+    if items:
+        _predict(backend, places, items, found)
+    return found
+
+
+MISSING = RuntimeError("the backend gave no answer")
+
+
+def _predict(
+    backend: Backend[Any, Any, Any],
+    places: Sequence[int],
+    items: Sequence[Any],
+    found: list[Mapping[str, Array] | Exception],
+) -> None:
+    try:
+        results = backend.predict(items)
+        if len(results) != len(items):
+            raise RuntimeError(f"predict gave {len(results)} results for {len(items)} items")
+    except Exception as error:  # noqa: BLE001  one item must not spoil its mates: halve until it is alone
+        if len(items) == 1:
+            found[places[0]] = error
+            return
+        middle = len(items) // 2
+        # NOTE: encoded before the second half overwrites the buffers of the first, so these answers are copied.
+        _predict(backend, places[:middle], items[:middle], found)
+        for place in places[:middle]:
+            found[place] = _copied(found[place])
+        _predict(backend, places[middle:], items[middle:], found)
+        return
+    for place, result in zip(places, results, strict=True):
+        if isinstance(result, BadRequest):
+            found[place] = result
+            continue
+        try:
+            found[place] = backend.encode(result)
+        except Exception as error:  # noqa: BLE001  as above
+            found[place] = error
+
+
+def _copied(answer: Mapping[str, Array] | Exception) -> Mapping[str, Array] | Exception:
+    return answer if isinstance(answer, Exception) else {name: array.copy() for name, array in answer.items()}
