@@ -51,8 +51,8 @@ def model_file(service: Service) -> Path:
 
 def sample_rows(service: Service) -> dict[str, npt.NDArray[Any]]:
     """The service's samples: input name -> [rows, ...]."""
-    assert service.model is not None
-    return samples.read(service.folder / str(service.model.samples))
+    assert service.samples is not None
+    return samples.read(service.samples)
 
 
 @contextmanager

@@ -38,10 +38,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "service.yaml").write_text("\n".join(lines) + "\n")
     (root / "twice").mkdir()
     (root / "twice" / "service.yaml").write_text(
-        "service: twice\nbatching: {max_batch_size: 8}\nensemble:\n"
+        "service: twice\nbatching: {max_batch_size: 8}\npipeline:\n"
         "  inputs: [{name: in, data_type: BYTES, dims: [1]}]\n  outputs: [{name: out, data_type: BYTES, dims: [1]}]\n"
-        "  steps:\n    - {model: text_unicode, inputs: {x: in}, outputs: {y: mid}}\n"
-        "    - {model: text_bytes, inputs: {x: mid}, outputs: {y: out}}\n"
+        "  steps:\n    - {service: text_unicode, inputs: {x: in}, outputs: {y: mid}}\n"
+        "    - {service: text_bytes, inputs: {x: mid}, outputs: {y: out}}\n"
     )
     return root
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from unit.onnx_files import identity, save
 
 from tritonpilot import build, model_config
 from tritonpilot.errors import DriftError, ModelError, RepositoryError, SpecError
-from tritonpilot.repository import publish
+from tritonpilot.repository import called, publish
 from tritonpilot.spec import load_services
 
 GOOD = """\
@@ -270,7 +271,7 @@ def test_prepare_makes_missing_files_and_reports_a_failing_script(
 ) -> None:
     folder = tmp_path / "models/iris"
     loaded = services("file: model.onnx", "file: build/model.onnx\n  prepare: train.py")
-    with pytest.raises(ModelError, match="the prepare script .*train.py does not exist"):
+    with pytest.raises(ModelError, match="The prepare script .*train.py does not exist"):
         build.prepare(loaded, "auto", print)
 
     (folder / "train.py").write_text("import sys; sys.exit(3)")
@@ -278,7 +279,7 @@ def test_prepare_makes_missing_files_and_reports_a_failing_script(
         build.prepare(loaded, "auto", print)
 
     (folder / "train.py").write_text("pass")
-    with pytest.raises(ModelError, match="did not make its files"):
+    with pytest.raises(ModelError, match="did not make model.onnx"):
         build.prepare(loaded, "auto", print)
 
     said: list[str] = []
@@ -332,12 +333,12 @@ def test_types_that_triton_does_not_know_are_refused(
 
 ENSEMBLE = """\
 service: twice
-ensemble:
+pipeline:
   inputs: [{name: in, data_type: FP32, dims: [4]}]
   outputs: [{name: out, data_type: FP32, dims: [4]}]
   steps:
-    - {model: iris, inputs: {x: in}, outputs: {y: mid}}
-    - {model: iris, inputs: {x: mid}, outputs: {y: out}}
+    - {service: iris, inputs: {x: in}, outputs: {y: mid}}
+    - {service: iris, inputs: {x: mid}, outputs: {y: out}}
 batching: {max_batch_size: 8}
 """
 
@@ -346,12 +347,14 @@ batching: {max_batch_size: 8}
     ("old", "new", "said"),
     [
         ("x: mid", "x: mdi", "reads mdi, which no earlier step and no input makes"),
-        ("{model: iris, inputs: {x: mid}", "{model: irsi, inputs: {x: mid}", "names no service"),
+        ("{service: iris, inputs: {x: mid}", "{service: irsi, inputs: {x: mid}", "names no service"),
         ("y: out", "z: out", "has no output z"),
+        ("y: mid", "y: in", "makes in, which is there already"),
+        ("name: in, data_type: FP32, dims: [4]", "name: in, data_type: FP32, dims: [5]", "FP32[5] is not FP32[4]"),
         ("{x: mid}", "{v: mid}", "has no input v"),
         ("name: in, data_type: FP32", "name: in, data_type: FP16", "their types differ"),
-        ("max_batch_size: 8", "max_batch_size: 16", "takes batches up to 8, below the ensemble's max_batch_size 16"),
-        ("outputs: [{name: out", "outputs: [{name: res", "no step makes the ensemble output res"),
+        ("max_batch_size: 8", "max_batch_size: 16", "takes batches up to 8, below the pipeline's max_batch_size 16"),
+        ("outputs: [{name: out", "outputs: [{name: res", "no step makes the pipeline's output res as FP32[4]"),
     ],
 )
 def test_an_ensemble_that_does_not_fit_its_members_is_refused(
@@ -381,6 +384,149 @@ def test_an_ensemble_is_written_over_its_members(services: Callable[..., list[An
     assert config.platform == "ensemble"
     assert [dict(step.input_map) for step in config.ensemble_scheduling.step] == [{"x": "in"}, {"x": "mid"}]
     assert (tmp_path / "repository/twice/1").is_dir(), "Triton wants a version folder, also an empty one"
+
+
+SCORES = """\
+service: scores
+pipeline:
+  prepare: make.py
+  samples: build/requests.npz
+  inputs: [{name: in, data_type: FP32, dims: [4]}]
+  outputs: [{name: label, data_type: BYTES, dims: [2]}]
+  steps:
+    - {name: net, model: {file: ../iris/model.onnx}, inputs: {x: in}, outputs: {y: logits}}
+    - {name: labels, model: {backend: labels, files: [build/labels.txt], parameters: {k: 2}}}
+batching: {max_batch_size: 8, queue_delay_us: 1000}
+classes: [{name: page, priority: 1, timeout_ms: 30}, {name: job, priority: 2, max_queue_size: 7}]
+"""
+
+
+@pytest.fixture
+def scores(services: Callable[..., list[Any]], tmp_path: Path) -> Callable[..., list[Any]]:
+    services()
+    folder = tmp_path / "models/scores"
+
+    def load(old: str = "", new: str = "") -> list[Any]:
+        (folder / "build").mkdir(parents=True, exist_ok=True)
+        assert old in SCORES
+        (folder / "service.yaml").write_text(SCORES.replace(old, new, 1))
+        (folder / "build/labels.txt").write_text("a\nb\nc\nd\n")
+        np.savez(folder / "build/requests.npz", **{"in": np.eye(4, dtype=np.float32)})
+        return load_services(tmp_path / "models")
+
+    return load
+
+
+def test_a_pipeline_becomes_an_ensemble_over_models_of_its_own(scores: Callable[..., list[Any]]) -> None:
+    plans = {plan.service.service: plan for plan in build.plan(scores())}
+    configs = {name: model_config.parse(plan.folder.config_text, name) for name, plan in plans.items()}
+
+    assert list(plans) == ["iris", "scores", "scores_labels", "scores_net"]
+    ensemble = configs["scores"].ensemble_scheduling.step
+    assert [step.model_name for step in ensemble] == ["scores_net", "scores_labels"]
+    assert dict(ensemble[1].output_map) == {"label": "label"}, "what nobody reads is not asked for"
+    assert configs["scores"].parameters["pilot_classes"].string_value == "page:1,job:2"
+    labels = configs["scores_labels"]
+    assert labels.backend == "labels"
+    assert labels.default_model_filename == ""
+    assert labels.parameters["k"].string_value == "2"
+    assert [(t.name, list(t.dims)) for t in labels.input] == [("logits", [4])]
+    assert list(plans["scores_labels"].folder.version_files) == ["labels.txt"]
+
+
+def test_every_step_of_a_pipeline_has_the_same_classes(scores: Callable[..., list[Any]]) -> None:
+    plans = {plan.service.service: plan for plan in build.plan(scores())}
+    batchers = [
+        model_config.parse(plans[name].folder.config_text, name).dynamic_batching
+        for name in ("scores_net", "scores_labels")
+    ]
+
+    assert batchers[0] == batchers[1]
+    assert batchers[0].priority_levels == 3, "two classes and the level of wakes"
+    assert batchers[0].priority_queue_policy[1].default_timeout_microseconds == 30_000
+    assert batchers[0].priority_queue_policy[2].max_queue_size == 7
+    assert batchers[0].max_queue_delay_microseconds == 500, "two steps share a millisecond"
+
+
+def test_a_python_step_stays_on_the_cpu_when_the_model_goes_to_the_gpu(scores: Callable[..., list[Any]]) -> None:
+    plans = {plan.service.service: plan.folder.config_text for plan in build.plan(scores(), "gpu")}
+
+    assert "kind: KIND_GPU" in plans["scores_net"]
+    assert "kind: KIND_CPU" in plans["scores_labels"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("outputs: {y: logits}", "outputs: {y: logitz}", "reads logits, which no earlier step and no input makes"),
+        ("dims: [2]", "dims: [3]", "no step makes the pipeline's output label as BYTES[3]"),
+        ("files: [build/labels.txt], ", "", "The backend labels reads labels.txt, which is not there"),
+        ("{k: 2}", "{k: two}", 'k is "two", but must be a whole number'),
+        ("build/labels.txt", "build/names.txt", "the model file .*names.txt does not exist.*--prepare"),
+        ("backend: labels, ", "backend: lables, ", "inputs and outputs of the backend lables cannot be read"),
+        ("files: [build/labels.txt]", "files: [build/labels.txt, labels.txt]", "would be named labels.txt"),
+        (
+            "name: net, model: {file: ../iris/model.onnx}",
+            "service: iris",
+            "has the classes realtime:1,batch:2 and the pipeline page:1,job:2",
+        ),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_refused(
+    scores: Callable[..., list[Any]], old: str, new: str, said: str
+) -> None:
+    services = scores(old, new)
+
+    with pytest.raises((SpecError, ModelError), match=re.compile(said.replace("[3]", r"\[3\]"), re.DOTALL)):
+        build.plan(services)
+
+
+def test_a_step_may_not_take_the_name_of_another_service(scores: Callable[..., list[Any]], tmp_path: Path) -> None:
+    scores()
+    twin = tmp_path / "models/twin"
+    twin.mkdir()
+    (twin / "service.yaml").write_text(
+        "service: scores_net\nmodel: {file: ../iris/model.onnx}\nbatching: {max_batch_size: 8}\n"
+    )
+
+    with pytest.raises(SpecError, match="Two models would be named scores_net"):
+        build.plan(load_services(tmp_path / "models"))
+
+
+def test_one_script_makes_the_files_of_all_steps_of_a_pipeline(
+    scores: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "models/scores"
+    services = scores()
+    (folder / "build/labels.txt").unlink()
+    (folder / "make.py").write_text(
+        "import pathlib, sys\n"
+        "out = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n"
+        "(out / 'labels.txt').write_text('a\\nb\\nc\\nd\\n')\n"
+        "print('made', file=(out.parent / 'log').open('a'))\n"
+    )
+
+    build.prepare(services, "auto", print)
+
+    assert (folder / "log").read_text() == "made\n"
+
+
+def test_the_steps_of_a_driver_are_loaded_with_it(scores: Callable[..., list[Any]], tmp_path: Path) -> None:
+    services = scores(", inputs: {x: in}, outputs: {y: logits}", "")
+    text = (tmp_path / "models/scores/service.yaml").read_text()
+    (tmp_path / "models/scores/service.yaml").write_text(
+        text.replace("  steps:", "  driver: {backend: reader}\n  steps:")
+    )
+    services = load_services(tmp_path / "models", ["scores"])
+
+    publish(tmp_path / "repository", [plan.folder for plan in build.plan(services)])
+
+    assert called(tmp_path / "repository", "scores") == ["scores_net", "scores_labels"]
+    assert called(tmp_path / "repository", "scores_net") == []
+    config = model_config.parse((tmp_path / "repository/scores/config.pbtxt").read_text(), "scores")
+    assert config.backend == "reader"
+    assert config.parameters["labels"].string_value == "scores_labels"
+    assert [t.name for t in config.input] == ["in"]
 
 
 def test_a_hand_edited_config_that_is_no_protobuf_text_is_named() -> None:

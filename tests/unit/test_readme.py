@@ -72,7 +72,7 @@ def test_the_service_files_of_the_guide_are_valid(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "services.md").read_text(encoding="utf-8")
     shown = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
 
-    assert len(shown) == 3
+    assert len(shown) == 5
     for text in shown:
         (tmp_path / "service.yaml").write_text(text)
         load_service(tmp_path / "service.yaml")

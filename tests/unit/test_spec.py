@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tritonpilot.errors import SpecError
+from tritonpilot.pipeline import parts
 from tritonpilot.spec import json_schema, load_service, load_services
 
 GOOD = """\
@@ -65,9 +66,13 @@ def test_a_good_file_is_read_with_defaults(tmp_path: Path) -> None:
         ("classes:", "warmup: {batch_sizes: [16]}\nclasses:", 1, "warmup batch size 16 is above max_batch_size 8"),
         ("classes:", "version_policy: {latst: 1}\nclasses:", 7, "unknown key version_policy.latst; did you mean latest?"),
         ("classes:", "instances: [{threads: 1}, {threads: 2}]\nclasses:", 1, "the same `threads`"),
-        ("classes:", "parameters: {pilot_wake_priority: '9'}\nclasses:", 7, "set by the build itself"),
+        ("file: model.onnx", "file: model.onnx\n  parameters: {pilot_wake_priority: 9}", 4, "set by the build itself"),
+        ("file: model.onnx", "samples: rows.npz", 2, "give `file`, a model, or `backend`"),
+        ("file: model.onnx", "backend: python", 2, "backend python runs a file of your own"),
+        ("file: model.onnx", "backend: labels\n  file: labels.txt", 2, "list what it reads under `files`"),
+        ("file: model.onnx", "backend: labels\n  format: onnx", 2, "belong to model files"),
         ("service: iris", "service: ../iris", 1, "String should match pattern"),
-        ("model:\n  file: model.onnx\n", "", 1, "give either `model` or `ensemble`"),
+        ("model:\n  file: model.onnx\n", "", 1, "give either `model` or `pipeline`"),
         ("  max_batch_size: 8\n  queue_delay_us: 100", "  max_batch_size: 0", 1, "classes need Triton's dynamic batcher"),
         ("  queue_delay_us: 100", "  max_batch_size: 4", 6, "key 'max_batch_size' is given twice"),
     ],
@@ -120,15 +125,84 @@ def test_a_folder_without_services_is_refused(tmp_path: Path) -> None:
         load_services(tmp_path)
 
 
-def test_an_ensemble_takes_no_classes_of_its_own(tmp_path: Path) -> None:
-    tensor = "[{name: t, data_type: FP32, dims: [4]}]"
-    step = "[{model: iris, inputs: {x: t}, outputs: {y: t}}]"
-    text = GOOD.replace(
-        "model:\n  file: model.onnx\n", f"ensemble: {{inputs: {tensor}, outputs: {tensor}, steps: {step}}}\n"
-    )
+PIPELINE = """\
+service: photos
+pipeline:
+  inputs: [{name: photo, data_type: BYTES, dims: [1]}]
+  outputs: [{name: y, data_type: FP32, dims: [4]}]
+  steps:
+    - {name: decode, model: {backend: image_decode}, outputs: {pixels: x}}
+    - {name: net, model: {file: model.onnx}}
+batching: {max_batch_size: 8, queue_delay_us: 900}
+"""
 
-    with pytest.raises(SpecError, match="an ensemble has no queue of its own"):
-        load_service(write(tmp_path, text))
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("name: net, ", "", 7, "needs a `name`"),
+        ("name: net, ", "name: decode, ", 2, "two steps are named decode"),
+        (
+            "name: net, model: {file: model.onnx}",
+            "name: net",
+            7,
+            "either a `model` of its own or names another `service`",
+        ),
+        ("{file: model.onnx}", "{file: model.onnx}, service: other", 7, "and not both"),
+        ("model: {file: model.onnx}", "service: iris, warmup: {}", 7, "belong into its own service file"),
+        ("  steps:", "  driver: {backend: ocr}\n  steps:", 2, "the driver calls step decode itself"),
+        ("  steps:", "  driver: {file: x.onnx}\n  steps:", 2, "a driver is a backend"),
+        ("batching:", "warmup: {}\nbatching:", 1, "belong to the steps of a pipeline"),
+        ("batching:", "instances: [{count: 2}]\nbatching:", 1, "give each step its `instances`"),
+        ("{backend: image_decode}", "{backend: image_decode, parametrs: {}}", 6, "did you mean parameters?"),
+        (
+            "model: {file: model.onnx}}\n",
+            "model: {file: model.onnx}, batching: {max_batch_size: 0}}\nclasses: [{name: a, priority: 1}]\n",
+            1,
+            "which step net switches off",
+        ),
+    ],
+)
+def test_a_bad_pipeline_is_refused_with_its_line_and_the_cure(
+    tmp_path: Path, old: str, new: str, line: int, said: str
+) -> None:
+    assert old in PIPELINE
+    path = write(tmp_path, PIPELINE.replace(old, new))
+
+    with pytest.raises(SpecError) as refused:
+        load_service(path)
+
+    assert said in str(refused.value)
+    assert f"{path}:{line}: " in str(refused.value)
+
+
+def test_a_pipeline_becomes_a_service_for_each_step_and_itself(tmp_path: Path) -> None:
+    classes = "classes: [{name: now, priority: 1, timeout_ms: 30}]\n"
+    service = load_service(write(tmp_path, PIPELINE + classes))
+
+    decode, net, photos = parts(service)
+
+    assert (decode.service, net.service, photos.service) == ("photos_decode", "photos_net", "photos")
+    assert decode.classes == net.classes == service.classes, "priorities, timeouts and limits are those of the pipeline"
+    assert decode.batching.queue_delay_us + net.batching.queue_delay_us == 900, "steps share the queue delay"
+    assert decode.batching.max_batch_size == net.batching.max_batch_size == 8
+    assert photos is service
+
+
+def test_a_driver_is_told_what_its_steps_are_called(tmp_path: Path) -> None:
+    text = PIPELINE.replace("  steps:", "  driver: {backend: ocr, parameters: {min_side: 3}}\n  steps:")
+    service = load_service(write(tmp_path, text.replace(", outputs: {pixels: x}", "")))
+
+    *_, driver = parts(service)
+
+    assert driver.service == "photos"
+    assert driver.model is not None
+    assert driver.model.parameters == {
+        "min_side": 3,
+        "decode": "photos_decode",
+        "net": "photos_net",
+        "pilot_steps": "photos_decode,photos_net",
+    }
 
 
 def test_the_exported_schema_is_current() -> None:

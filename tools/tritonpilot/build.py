@@ -11,17 +11,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from tritonpilot import model_config, samples
+from tritonpilot import backends, model_config, samples
 from tritonpilot.errors import DriftError, ModelError, SpecError
-from tritonpilot.model_config import BACKENDS, Target
+from tritonpilot.model_config import Target
 from tritonpilot.onnx_model import Signature, external_files, read_signature
+from tritonpilot.pipeline import parts
 from tritonpilot.repository import Change, ModelFolder, compare, versions
 from tritonpilot.repository import models as repository_models
 from tritonpilot.spec import SERVICE_FILE, Service, SpecificVersions, load_services
@@ -35,49 +36,51 @@ class Plan:
     folder: ModelFolder
 
 
-def prepare(services: Sequence[Service], target: Target, narrate: Callable[[str], None]) -> None:
-    """Run the prepare script of each service whose model file or samples are missing; its output goes to stderr.
+def prepare(
+    services: Sequence[Service], target: Target, narrate: Callable[[str], None], others: Sequence[Service] = ()
+) -> None:
+    """Run the prepare scripts whose files are missing, each once; their output goes to stderr.
 
-    Raises ModelError when a script fails or does not make its file.
+    Services that a pipeline names are looked up in `others` too. Raises ModelError when a script fails or does not make
+    its files.
     """
-    for service in services:
-        if service.model is None or service.model.prepare is None:
+    for script, wanted in _preparations(_with_members(services, _by_name(others)), target).items():
+        missing = [file for file in wanted if not file.is_file()]
+        if not missing:
             continue
-        path, _ = model_config.model_file(service, target)
-        wanted = [path] + ([service.folder / service.model.samples] if service.model.samples else [])
-        if all(file.is_file() for file in wanted):
-            continue
-        script = service.folder / service.model.prepare
+        name = script.parent.name
         if not script.is_file():
             raise ModelError(
-                f"{service.path}: the prepare script {script} does not exist, and neither does {path}. "
-                "Nothing was changed. Correct model.prepare or put the model file there."
+                f"The prepare script {script} does not exist, and neither does {missing[0]}. "
+                "Nothing was changed. Correct `prepare` in the service file or put the file there."
             )
-        narrate(f"{service.service}: making {path.name} with {script} (only needed once)")
+        narrate(f"{name}: making {', '.join(file.name for file in missing)} with {script} (only needed once)")
         started = time.monotonic()
-        command = [sys.executable, str(script), "--output", str(path.parent)]
+        command = [sys.executable, str(script), "--output", str(missing[0].parent)]
         done = subprocess.run(command, stdout=sys.stderr, check=False)
-        if done.returncode != 0 or not all(file.is_file() for file in wanted):
+        missing = [file for file in wanted if not file.is_file()]
+        if done.returncode != 0 or missing:
             raise ModelError(
                 f"`{' '.join(command)}` "
-                + (f"failed with exit code {done.returncode}" if done.returncode else "did not make its files")
-                + f"; its messages are above. {path} was not made, and the repository is unchanged. Repair the script's "
+                + (f"failed with exit code {done.returncode}" if done.returncode else f"did not make {missing[0].name}")
+                + f"; its messages are above. {wanted[0]} was not made, and the repository is unchanged. Repair the script's "
                 "cause and repeat."
             )
-        narrate(f"{service.service}: made {path.name} in {time.monotonic() - started:.0f} s")
+        narrate(f"{name}: made them in {time.monotonic() - started:.0f} s")
 
 
 def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[Service] = ()) -> list[Plan]:
-    """Check every service against its model and work out its model folder.
+    """Check every service against its models and work out its model folders: one, or one for each part of a pipeline.
 
-    Members of an ensemble are looked up in `others` when they are not among `services`; they get no plan.
+    Services that a pipeline names are looked up in `others` when they are not among `services`; they get no plan.
     Raises SpecError or ModelError; nothing is written.
     """
-    asked = {service.service for service in services}
-    services = _with_members(services, {other.service: other for other in others})
-    plans = [_plan_model(service, target) for service in services if service.model is not None]
+    asked = {part.service for service in services for part in parts(service)}
+    everything = [part for service in _with_members(services, _by_name(others)) for part in parts(service)]
+    _check_names(everything)
+    plans = [_plan_model(service, target) for service in everything if service.model is not None]
     configs = {p.service.service: model_config.parse(p.folder.config_text, p.service.service) for p in plans}
-    waiting = [service for service in services if service.ensemble is not None]
+    waiting = [service for service in everything if service.pipeline is not None]
     while waiting:
         # An ensemble may be a step of another one: those whose members are known go first.
         ready = [s for s in waiting if not {w.service for w in waiting} & _members(s)] or waiting[:1]
@@ -126,31 +129,28 @@ def probe_inputs(models: Path, root: Path) -> dict[str, dict[str, NDArray[Any]]]
         return {}
     served = set(repository_models(root))
     found = {}
-    for service in load_services(models):
-        if service.model is None or service.model.samples is None or service.service not in served:
-            continue
-        path = service.folder / service.model.samples
-        if path.is_file():
-            is_batched = service.batching.max_batch_size > 0
-            found[service.service] = samples.first_request(samples.read(path), is_batched=is_batched)
+    for part in (part for service in load_services(models) for part in parts(service)):
+        path = part.samples
+        if path is not None and path.is_file() and part.service in served:
+            is_batched = part.batching.max_batch_size > 0
+            found[part.service] = samples.first_request(samples.read(path), is_batched=is_batched)
     return found
 
 
 def _plan_model(service: Service, target: Target) -> Plan:
-    assert service.model is not None
-    path, model_format = model_config.model_file(service, target)
-    if not path.is_file():
-        raise ModelError(
-            f"{service.path}: the model file {path} does not exist. Nothing was changed. "
-            f"{_how_to_prepare(service, 'Put it there or correct model.file.')}"
-        )
-    filename = BACKENDS[model_format][1]
-    files = {filename: path}
-    if model_format == "onnx":
-        signature = read_signature(path)
-        files.update({name: path.parent / name for name in external_files(path)})
-    else:
-        signature = model_config.declared_signature(service)
+    model = service.model
+    assert model is not None
+    files = model_config.version_files(service, target)
+    for path in files.values():
+        if not path.is_file():
+            raise ModelError(
+                f"{service.path}: the model file {path} does not exist. Nothing was changed. "
+                f"{_how_to_prepare(service, 'Put it there or correct model.file.')}"
+            )
+    signature = _signature(service, target, files)
+    for path in [*files.values()] if model.backend is None else []:
+        if path.suffix == ".onnx":
+            files.update({name: path.parent / name for name in external_files(path)})
     row = _sample_row(service, signature)
     config = model_config.generate(service, signature, target, row)
     warmup = {}
@@ -159,19 +159,36 @@ def _plan_model(service: Service, target: Target) -> Plan:
     return Plan(service, ModelFolder(service.service, model_config.to_text(config, _source(service)), files, warmup))
 
 
+def _signature(service: Service, target: Target, files: Mapping[str, Path]) -> Signature:
+    """Inputs and outputs: read from an ONNX file, known of a generic backend, else as the service file states them."""
+    model = service.model
+    assert model is not None
+    if model.backend is not None:
+        stated = model.inputs and model.outputs
+        known = backends.signature(
+            model.backend,
+            model_config.parameters(service),
+            files,
+            is_batched=service.batching.max_batch_size > 0,
+        )
+        return model_config.declared_signature(service) if stated or known is None else known
+    path, model_format = model_config.model_file(service, target)
+    return read_signature(path) if model_format == "onnx" else model_config.declared_signature(service)
+
+
 def _sample_row(service: Service, signature: Signature) -> dict[str, NDArray[Any]] | None:
     """The first sample of each input, checked against the model; None when the service has no samples."""
     assert service.model is not None
-    if service.model.samples is None:
+    if service.samples is None:
         return None
-    arrays = samples.read(service.folder / service.model.samples)
+    arrays = samples.read(service.samples)
     batched = service.batching.max_batch_size > 0
     row = {}
     for tensor in signature.inputs:
         array = arrays.get(tensor.name)
         if array is None:
             raise ModelError(
-                f"{service.path}: the samples {service.model.samples} have no array for the input {tensor.name} "
+                f"{service.path}: the samples {service.samples} have no array for the input {tensor.name} "
                 f"(they have {', '.join(sorted(arrays))}). Nothing was changed. Make the samples again."
             )
         shape = tensor.shape[1:] if batched else tensor.shape
@@ -184,16 +201,48 @@ def _sample_row(service: Service, signature: Signature) -> dict[str, NDArray[Any
     return row
 
 
-def _with_members(services: Sequence[Service], others: dict[str, Service]) -> list[Service]:
-    found = {service.service: service for service in services}
+def _preparations(services: Sequence[Service], target: Target) -> dict[Path, list[Path]]:
+    """Script -> the files that it makes, of all models that name it."""
+    found: dict[Path, list[Path]] = {}
+    for part in (part for service in services for part in parts(service)):
+        script = part.model.prepare if part.model else part.pipeline.prepare if part.pipeline else None
+        if script is None:
+            continue
+        files = list(model_config.version_files(part, target).values()) if part.model else []
+        files += [part.samples] if part.samples else []
+        is_own_code = part.model is not None and part.model.backend is not None
+        wanted = found.setdefault(part.folder / script, [])
+        wanted += [file for file in files if file not in wanted and not (is_own_code and file.suffix == ".py")]
+    return found
+
+
+def _check_names(services: Sequence[Service]) -> None:
+    """Raise SpecError when a step's model would have the name of another service."""
+    by_name: dict[str, Service] = {}
+    for service in services:
+        twin = by_name.setdefault(service.service, service)
+        if twin is not service:
+            raise SpecError(
+                f"Two models would be named {service.service}: {twin.path} and {service.path} both make one. "
+                "Nothing was changed. Rename the service or the step."
+            )
+
+
+def _with_members(services: Sequence[Service], others: Mapping[str, Service]) -> list[Service]:
+    found = _by_name(services)
     missing = {name for service in services for name in _members(service) if name not in found and name in others}
     if not missing:
         return list(services)
     return _with_members([*services, *(others[name] for name in sorted(missing))], others)
 
 
+def _by_name(services: Sequence[Service]) -> dict[str, Service]:
+    return {service.service: service for service in services}
+
+
 def _members(service: Service) -> set[str]:
-    return {step.model for step in service.ensemble.steps} if service.ensemble else set()
+    """The other services that a pipeline names."""
+    return {step.service for step in service.pipeline.steps if step.service} if service.pipeline else set()
 
 
 def _source(service: Service) -> str:

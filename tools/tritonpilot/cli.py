@@ -85,9 +85,9 @@ def build(
 ) -> None:
     """Write the model repository from the service files (only what changed, each model in one step)."""
     services = spec.load_services(models, names or [])
-    everything = spec.load_services(models)  # an ensemble is checked against its members
+    everything = spec.load_services(models)  # a pipeline is checked against the services that it names
     if prepare and not (check or dry_run):
-        building.prepare(services, target, _narrate)
+        building.prepare(services, target, _narrate, everything)
     plans = building.plan(services, target, everything)
     if check:
         changes = building.check(repository, plans)
@@ -166,9 +166,11 @@ def measure(
 ) -> None:
     """Measure a service with perf_analyzer and real sample rows: one row of results per load."""
     (chosen,) = spec.load_services(models, [service])
-    if chosen.model is None or chosen.model.samples is None:
-        raise SpecError(f"{chosen.path} names no samples, which a measurement sends. Set model.samples.")
-    rows = samples.read(chosen.folder / chosen.model.samples)
+    if chosen.samples is None:
+        raise SpecError(
+            f"{chosen.path} names no samples, which a measurement sends. Set `samples` of the model or pipeline."
+        )
+    rows = samples.read(chosen.samples)
     wanted: dict[str, Any] = {
         "concurrencies": [] if rate else _numbers(concurrency, "--concurrency", int),
         "rates_per_s": _numbers(rate, "--rate", float) if rate else [],

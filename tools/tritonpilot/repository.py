@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from tritonpilot.errors import RepositoryError
 CONFIG_FILE = "config.pbtxt"
 MANIFEST_FILE = "manifest.json"
 WARMUP_FOLDER = "warmup"
+
+_CALLED = re.compile(r'key: "pilot_steps"\s+value \{\s+string_value: "([^"]+)"')
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -86,6 +89,13 @@ def versions(root: Path, name: str) -> list[int]:
         return []
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name[0] != "0")
+
+
+def called(root: Path, name: str) -> list[str]:
+    """The models that a pipeline's driver calls (BLS): Triton loads those of an ensemble with it, but does not know these."""
+    config = (_read(root / name / CONFIG_FILE) or b"").decode(errors="replace")
+    found = _CALLED.search(config)
+    return found[1].split(",") if found else []
 
 
 def compare(root: Path, wanted: ModelFolder) -> Change:

@@ -33,7 +33,7 @@ from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, No
 from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
 from tritonpilot.ports import choose_ports, port_taken
-from tritonpilot.repository import models
+from tritonpilot.repository import called, models
 from tritonpilot.server_log import ServerLog
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
@@ -312,7 +312,7 @@ class EmbeddedServer:
                 f"The model repository {self.repository} has no {', '.join(absent)}. Nothing was started. "
                 f"It has: {', '.join(present)}."
             )
-        return self.models
+        return tuple(dict.fromkeys(name for model in self.models for name in (*called(self.repository, model), model)))
 
     def _check_cpus(self) -> None:
         allowed = os.sched_getaffinity(0)

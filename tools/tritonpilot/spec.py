@@ -9,16 +9,16 @@ Unknown keys are refused with the nearest known key named; every message carries
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from tritonpilot import written
 from tritonpilot.errors import SpecError
+from tritonpilot.written import Written
 
 SERVICE_FILE = "service.yaml"
 
@@ -49,19 +49,16 @@ SAID_ELSEWHERE = (
     "ensemble_scheduling",
 )
 
+#: Parameters of config.pbtxt that the build writes.
+BUILD_PARAMETERS = ("pilot_wake_priority", "pilot_classes", "pilot_steps")
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=128)]
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # the types of Triton's fields
 Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Version = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 
-class _Written(BaseModel):
-    """Part of a file that a person writes: immutable, no unknown keys, no strings for numbers, no infinities."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Tensor(_Written):
+class Tensor(Written):
     """A tensor, without the batch dimension when `max_batch_size` is above 0; -1 is a variable dimension."""
 
     name: str
@@ -69,7 +66,7 @@ class Tensor(_Written):
     dims: list[Annotated[int, Field(ge=-1, le=INT64_MAX)]]
 
 
-class GpuModel(_Written):
+class GpuModel(Written):
     """What changes when the repository is built with `--target gpu`."""
 
     file: str | None = Field(None, description="another file for the GPU, e.g. a TensorRT plan")
@@ -80,26 +77,55 @@ class GpuModel(_Written):
     precision: Literal["fp32", "fp16", "int8"] = Field("fp32", description="precision mode of the accelerator")
 
 
-class Model(_Written):
-    """The model file and what is known of it."""
+class Model(Written):
+    """What runs: a model file, or a Python-based backend with its files and parameters."""
 
-    file: str = Field(description="model file, relative to the service file")
+    file: str | None = Field(
+        None, description="model file, relative to the service file; with backend python: model.py"
+    )
+    backend: Name | None = Field(
+        None, description="a generic backend (docs/backends.md), `python`, or one of your own; default: by the format"
+    )
+    files: list[str] = Field([], description="further files that the model reads, put beside it under their own names")
+    parameters: dict[str, str | int | float | bool] = Field(
+        {}, description="parameters of the backend, passed on as they are"
+    )
     format: ModelFormat | None = Field(None, description="default: by the file's suffix")
-    prepare: str | None = Field(None, description="Python script that makes the file: run as `SCRIPT --output DIR`")
+    prepare: str | None = Field(None, description="Python script that makes the files: run as `SCRIPT --output DIR`")
     samples: str | None = Field(None, description=".npz of real rows, one array per input: warmup and measurements")
     inputs: list[Tensor] | None = Field(None, description="checked against the model; required when it cannot be read")
     outputs: list[Tensor] | None = Field(None, description="as inputs")
     gpu: GpuModel = GpuModel()
 
+    @field_validator("parameters")
+    @classmethod
+    def _no_parameters_of_the_build(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = [key for key in value if key in BUILD_PARAMETERS]
+        if ours:
+            raise ValueError(f"{ours[0]} is set by the build itself; remove it")
+        return value
 
-class Slo(_Written):
+    @model_validator(mode="after")
+    def _something_runs(self) -> Model:
+        if self.backend is None and self.file is None:
+            raise ValueError("give `file`, a model, or `backend`, what runs without one")
+        if self.backend is not None and (self.format or self.gpu != GpuModel()):
+            raise ValueError("`format` and `gpu` belong to model files, not to a `backend`")
+        if self.backend == "python" and self.file is None:
+            raise ValueError("backend python runs a file of your own: give `file`, e.g. serving.py")
+        if self.backend not in (None, "python") and self.file is not None:
+            raise ValueError(f"backend {self.backend} runs by itself: list what it reads under `files`, not as `file`")
+        return self
+
+
+class Slo(Written):
     """The promise: answers within `p99_ms` for 99 of 100 requests at `rate_per_s` requests per second."""
 
     p99_ms: Annotated[float, Field(gt=0)]
     rate_per_s: Annotated[float, Field(gt=0)] | None = None
 
 
-class Batching(_Written):
+class Batching(Written):
     """Triton's dynamic batcher."""
 
     max_batch_size: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(description="0: the model has no batch dimension")
@@ -124,7 +150,7 @@ class Batching(_Written):
         return self
 
 
-class CallerClass(_Written):
+class CallerClass(Written):
     """A class of callers: one priority level and its queue policy. Priority 1 is served first."""
 
     name: Name
@@ -136,7 +162,7 @@ class CallerClass(_Written):
     timeout_action: Literal["reject", "delay"] = "reject"
 
 
-class Instances(_Written):
+class Instances(Written):
     """One instance group."""
 
     count: Annotated[int, Field(ge=1, le=256)] = 1
@@ -149,19 +175,19 @@ class Instances(_Written):
     )
 
 
-class LatestVersions(_Written):
+class LatestVersions(Written):
     """Serve the newest `latest` versions."""
 
     latest: Positive
 
 
-class SpecificVersions(_Written):
+class SpecificVersions(Written):
     """Serve exactly these versions."""
 
     specific: Annotated[list[Version], Field(min_length=1)]
 
 
-class Warmup(_Written):
+class Warmup(Written):
     """Requests that each instance runs before it takes traffic; one row of the samples repeated to each batch size."""
 
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1]
@@ -169,7 +195,7 @@ class Warmup(_Written):
     data: Literal["samples", "zero", "random"] = "samples"
 
 
-class Resource(_Written):
+class Resource(Written):
     """A resource of Triton's rate limiter."""
 
     name: Name
@@ -177,7 +203,7 @@ class Resource(_Written):
     is_global: bool = Field(False, description="shared by all devices (Triton's `global`)")
 
 
-class RateLimiter(_Written):
+class RateLimiter(Written):
     """Triton's rate limiter; takes effect when the server runs with `--rate-limit=execution_count`."""
 
     resources: list[Resource] = []
@@ -186,30 +212,73 @@ class RateLimiter(_Written):
     )
 
 
-class Step(_Written):
-    """One step of an ensemble. Maps go from the composing model's tensor name to the ensemble's."""
+class Step(Written):
+    """One step of a pipeline: a model of its own (Triton name: SERVICE_NAME), or another service.
 
-    model: Name
+    Maps go from the step's tensor name to the pipeline's; a tensor left out has the same name there.
+    """
+
+    name: Name | None = None
+    model: Model | None = None
+    service: Name | None = Field(None, description="another service, instead of a model of its own")
     version: Annotated[int, Field(ge=-1, le=INT64_MAX)] = -1
-    inputs: Annotated[dict[str, str], Field(min_length=1)]
-    outputs: Annotated[dict[str, str], Field(min_length=1)]
+    inputs: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+    batching: Batching | None = Field(None, description="default: the pipeline's, with its share of the queue delay")
+    instances: Annotated[list[Instances], Field(min_length=1)] | None = Field(None, description="default: one")
+    warmup: Warmup | None = None
+
+    @property
+    def label(self) -> str:
+        """What the step is called inside its pipeline."""
+        return self.name or str(self.service)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Step:
+        if (self.model is None) == (self.service is None):
+            raise ValueError("a step has either a `model` of its own or names another `service`, and not both")
+        if self.model is not None and self.name is None:
+            raise ValueError("a step with a model of its own needs a `name`")
+        if self.service is not None and (self.batching or self.instances or self.warmup):
+            raise ValueError(f"batching, instances and warmup of {self.service} belong into its own service file")
+        return self
 
 
-class Ensemble(_Written):
-    """A pipeline of services that Triton runs as one model."""
+class Pipeline(Written):
+    """Several models behind one name: an ensemble, or a driver that calls the steps (BLS) where they fan out."""
 
     inputs: Annotated[list[Tensor], Field(min_length=1)]
     outputs: Annotated[list[Tensor], Field(min_length=1)]
     steps: Annotated[list[Step], Field(min_length=1)]
+    driver: Model | None = Field(None, description="a backend that calls the steps; without it Triton runs an ensemble")
+    prepare: str | None = Field(None, description="as model.prepare, for every step that names none")
+    samples: str | None = Field(None, description=".npz of real rows of the pipeline's inputs")
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Pipeline:
+        labels = [step.label for step in self.steps]
+        twins = [label for label in labels if labels.count(label) > 1]
+        if twins and (self.driver or any(step.name for step in self.steps if step.label == twins[0])):
+            raise ValueError(f"two steps are named {twins[0]}; give each its own name")
+        if self.driver is None:
+            return self
+        if self.driver.backend is None:
+            raise ValueError("a driver is a backend: give driver.backend")
+        if self.driver.inputs or self.driver.outputs or self.driver.samples:
+            raise ValueError("inputs, outputs and samples of a driver are those of the pipeline")
+        mapped = [step.label for step in self.steps if step.inputs or step.outputs]
+        if mapped:
+            raise ValueError(f"the driver calls step {mapped[0]} itself: remove its inputs and outputs")
+        return self
 
 
-class Service(_Written):
-    """One service. Either `model` or `ensemble` is given."""
+class Service(Written):
+    """One service. Either `model` or `pipeline` is given."""
 
     service: Name = Field(description="name of the service and of its model in Triton")
     description: str = ""
     model: Model | None = None
-    ensemble: Ensemble | None = None
+    pipeline: Pipeline | None = None
     slo: Slo | None = None
     batching: Batching
     classes: list[CallerClass] = Field([], description="none: no priorities and no limits")
@@ -219,7 +288,6 @@ class Service(_Written):
     warmup: Warmup | None = None
     response_cache: bool = Field(False, description="Triton's own cache; costs throughput on unique inputs")
     rate_limiter: RateLimiter | None = None
-    parameters: dict[str, str] = Field({}, description="extra Triton parameters, passed through as they are")
     triton: dict[str, Any] = Field(
         {}, description="extra fields of Triton's ModelConfig in its JSON form, merged last; checked by Triton's schema"
     )
@@ -237,20 +305,18 @@ class Service(_Written):
         return self._path.parent
 
     @property
+    def samples(self) -> Path | None:
+        """The .npz of real rows of the service's own inputs."""
+        stated = self.model.samples if self.model else self.pipeline.samples if self.pipeline else None
+        return self.folder / stated if stated else None
+
+    @property
     def default_priority(self) -> int:
         """Priority level of callers that name no class; 0 when there are no classes."""
         if not self.classes:
             return 0
         name = self.default_class or self.classes[0].name
         return next(c.priority for c in self.classes if c.name == name)
-
-    @field_validator("parameters")
-    @classmethod
-    def _no_pilot_parameters(cls, value: dict[str, str]) -> dict[str, str]:
-        ours = [key for key in value if key in ("pilot_wake_priority", "pilot_classes")]
-        if ours:
-            raise ValueError(f"{ours[0]} is set by the build itself; remove it")
-        return value
 
     @field_validator("triton")
     @classmethod
@@ -262,8 +328,8 @@ class Service(_Written):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Service:
-        if (self.model is None) == (self.ensemble is None):
-            raise ValueError("give either `model` or `ensemble`, and not both")
+        if (self.model is None) == (self.pipeline is None):
+            raise ValueError("give either `model` or `pipeline`, and not both")
         _check_classes(self.classes, self.default_class)
         if self.classes and self.batching.max_batch_size == 0:
             raise ValueError("classes need Triton's dynamic batcher, which max_batch_size 0 switches off")
@@ -272,14 +338,14 @@ class Service(_Written):
         for size in self.warmup.batch_sizes if self.warmup else []:
             if size > max(1, self.batching.max_batch_size):
                 raise ValueError(f"warmup batch size {size} is above max_batch_size {self.batching.max_batch_size}")
-        if self.ensemble is not None:
-            if self.classes:
-                raise ValueError(
-                    "an ensemble has no queue of its own: set classes on the services of its steps "
-                    "(Triton passes the caller's priority on to each)"
-                )
+        if self.pipeline is not None:
             if self.warmup or self.rate_limiter or self.response_cache:
-                raise ValueError("warmup, rate_limiter and response_cache belong to the services of the steps")
+                raise ValueError("warmup, rate_limiter and response_cache belong to the steps of a pipeline")
+            if self.instances != [Instances()] and self.pipeline.driver is None:
+                raise ValueError("a pipeline has no instances of its own: give each step its `instances`")
+            unbatched = [s.label for s in self.pipeline.steps if s.batching and s.batching.max_batch_size == 0]
+            if self.classes and unbatched:
+                raise ValueError(f"classes need Triton's dynamic batcher, which step {unbatched[0]} switches off")
         return self
 
 
@@ -308,21 +374,7 @@ def load_service(path: Path) -> Service:
 
     Raises SpecError when it cannot be read, is no YAML mapping, has unknown keys or values that contradict each other.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}. Nothing was changed.") from error
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path} is not valid YAML: {error}. Nothing was changed.") from error
-    if not isinstance(content, dict):
-        raise SpecError(f"{path} must be a mapping that starts with `service: NAME`. Nothing was changed.")
-    try:
-        service = Service.model_validate(content)
-    except ValidationError as error:
-        raise SpecError("\n".join([*_say_all(path, node, error), "Nothing was changed."])) from error
+    service = written.read(path, Service, "`service: NAME`")
     service._path = path
     return service
 
@@ -349,7 +401,7 @@ def load_services(models: Path, names: Sequence[str] = ()) -> list[Service]:
         by_name[service.service] = service
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise SpecError(f"There is no service {unknown[0]} in {models}{_nearest(unknown[0], list(by_name))}.")
+        raise SpecError(f"There is no service {unknown[0]} in {models}{written.nearest(unknown[0], list(by_name))}.")
     return [by_name[name] for name in sorted(set(names) or by_name)]
 
 
@@ -357,100 +409,3 @@ def json_schema() -> dict[str, Any]:
     """The service file as JSON Schema (draft 2020-12), for editors."""
     schema = Service.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Triton Pilot service file"}
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice (plain YAML lets the last one win silently)."""
-
-
-def _mapping_without_twins(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        try:
-            twin = key in seen
-            seen.add(key)
-        except TypeError as error:
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark) from error
-        if twin:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_twins)
-
-
-def _say_all(path: Path, node: yaml.Node | None, error: ValidationError) -> list[str]:
-    """Each problem as one line with file, line, what is wrong and what to do, without repetitions."""
-    problems = [(tuple(p for p in e["loc"] if not _is_union_branch(p)), e) for e in error.errors()]
-    # A wrong key in a field of several forms fails each form in its own way: only the key is worth telling.
-    told = {loc[:-1] for loc, e in problems if e["type"] == "extra_forbidden" and loc[:-1]}
-    lines = [
-        f"{path}:{_line_of(node, loc)}: {_say(loc, e)}"
-        for loc, e in problems
-        if e["type"] == "extra_forbidden" or not (loc in told or (loc[:-1] in told and e["type"] == "missing"))
-    ]
-    return list(dict.fromkeys(lines))
-
-
-def _say(loc: Sequence[object], problem: Any) -> str:
-    where = ".".join(str(part) for part in loc)
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(Service, loc[:-1])
-        nearest = _nearest(str(loc[-1]), known) or f" (known here: {', '.join(known)})"
-        return f"unknown key {where}{nearest}"
-    if problem["type"] == "missing":
-        return f"{where} is missing"
-    message = re.sub(r"^Value error, ", "", str(problem["msg"]))
-    given = problem.get("input")
-    shown = "" if isinstance(given, (dict, list, BaseModel)) else f" (given: {given!r})"
-    return f"{where}: {message}{shown}" if where else message
-
-
-def _is_union_branch(part: object) -> bool:
-    return isinstance(part, str) and (part[:1].isupper() or part.startswith(("literal[", "function-", "constrained-")))
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _known_keys(model: type[BaseModel], loc: Sequence[object]) -> list[str]:
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(str(part))
-        inner = _models_in(field.annotation) if field else []
-        if not inner:
-            return []
-        if len(inner) > 1:
-            return sorted({key for m in inner for key in m.model_fields})
-        model = inner[0]
-    return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, list, dict, Annotated) or get_args(annotation):
-        return [model for arg in get_args(annotation) for model in _models_in(arg)]
-    return []
-
-
-def _line_of(node: yaml.Node | None, loc: Sequence[object]) -> int:
-    """Line (from 1) of the deepest part of `loc` that exists in the file."""
-    line = 1
-    for part in loc:
-        if isinstance(node, yaml.MappingNode):
-            pair = next((p for p in node.value if p[0].value == str(part)), None)
-            if pair is None:
-                break
-            line, node = pair[0].start_mark.line + 1, pair[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        else:
-            break
-    return line

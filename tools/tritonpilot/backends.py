@@ -1,0 +1,137 @@
+"""Which tensors does a generic backend take and make? They follow from its parameters and files.
+
+    signature("labels", {"k": "5"}, {"labels.txt": path}, is_batched=True)     -> Signature, or None for an unknown backend
+
+The backends themselves are in python_backend/, never imported here; each checks when it is loaded that its config says
+the same, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tritonpilot.errors import ModelError
+from tritonpilot.onnx_model import Signature, TensorSignature
+from tritonpilot.spec import DataType
+
+
+class _Tensor(NamedTuple):
+    name: str
+    data_type: DataType
+    dims: tuple[int, ...]
+
+
+Tensors = tuple[Sequence[_Tensor], Sequence[_Tensor]]
+Parameters = Mapping[str, str]
+Files = Mapping[str, Path]
+"""Name in the version folder -> where the file is now."""
+
+
+def signature(backend: str, parameters: Parameters, files: Files, *, is_batched: bool) -> Signature | None:
+    """Full shapes, with the batch dimension first where there is one; None when the backend is none of ours.
+
+    Raises ModelError when a parameter or file that they follow from cannot be read.
+    """
+    tensors = _TENSORS.get(backend)
+    if tensors is None:
+        return None
+    batch = (-1,) if is_batched else ()
+    inputs, outputs = (
+        tuple(TensorSignature(t.name, t.data_type, (*batch, *t.dims)) for t in side)
+        for side in tensors(parameters, files)
+    )
+    return Signature(inputs, outputs)
+
+
+def _image_decode(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001  one form for all rows
+    size = _number(parameters, "size", 224)
+    return [_Tensor("photo", "BYTES", (1,))], [_Tensor("pixels", "FP32", (3, size, size))]
+
+
+def _labels(parameters: Parameters, files: Files) -> Tensors:
+    k = _number(parameters, "k", 5)
+    names = _file(files, parameters.get("labels", "labels.txt"), "labels").read_text(encoding="utf-8").splitlines()
+    outputs = [_Tensor("label", "BYTES", (k,)), _Tensor("score", "FP32", (k,)), _Tensor("index", "INT32", (k,))]
+    return [_Tensor("logits", "FP32", (len(names),))], outputs
+
+
+def _tokenize(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
+    return [_Tensor("text", "BYTES", (1,))], [
+        _Tensor("input_ids", "INT64", (-1,)),
+        _Tensor("attention_mask", "INT64", (-1,)),
+    ]
+
+
+def _embedding(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
+    dims = _number(parameters, "dims", 0) or -1
+    if parameters.get("pooling", "mean") == "none":
+        inputs = [_Tensor("embedding", "FP32", (-1,))]
+    else:
+        inputs = [_Tensor("token_embeddings", "FP32", (-1, -1)), _Tensor("attention_mask", "INT64", (-1,))]
+    return inputs, [_Tensor("embedding", "FP32", (dims,))]
+
+
+def _table(parameters: Parameters, files: Files) -> Tensors:
+    path = _file(files, parameters.get("features", "features.json"), "table")
+    try:
+        widths = json.loads(path.read_text(encoding="utf-8"))["widths"]
+        numbers, texts, dense, categorical = (
+            int(widths[name]) for name in ("numbers", "texts", "dense", "categorical")
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} is no features file of the backend table: {error!r}. Nothing was changed. Make it again with the "
+            "training script."
+        ) from error
+    inputs = [_Tensor("numbers", "FP32", (numbers,)), _Tensor("texts", "BYTES", (texts,))]
+    outputs = [_Tensor("dense", "FP32", (dense,)), _Tensor("categorical", "INT64", (categorical,))]
+    return [t for t in inputs if t.dims[0]], [t for t in outputs if t.dims[0]]
+
+
+def _boxes(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
+    most = _number(parameters, "max_boxes", 100)
+    outputs = [
+        _Tensor("boxes", "FP32", (most, 4, 2)),
+        _Tensor("scores", "FP32", (most,)),
+        _Tensor("count", "INT32", (1,)),
+    ]
+    return [_Tensor("probability", "FP32", (1, -1, -1))], outputs
+
+
+def _ctc(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
+    return [_Tensor("logits", "FP32", (-1, -1))], [_Tensor("text", "BYTES", (1,)), _Tensor("score", "FP32", (1,))]
+
+
+_TENSORS: Mapping[str, Callable[[Parameters, Files], Tensors]] = {
+    "image_decode": _image_decode,
+    "labels": _labels,
+    "tokenize": _tokenize,
+    "embedding": _embedding,
+    "table": _table,
+    "boxes": _boxes,
+    "ctc": _ctc,
+}
+
+
+def _number(parameters: Parameters, name: str, default: int) -> int:
+    text = parameters.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ModelError(
+            f'The parameter {name} is "{text}", but must be a whole number. Nothing was changed. Correct it in the '
+            "service file."
+        ) from None
+
+
+def _file(files: Files, name: str, backend: str) -> Path:
+    path = files.get(name)
+    if path is None or not path.is_file():
+        raise ModelError(
+            f"The backend {backend} reads {name}, which is not there. Nothing was changed. List it under model.files; "
+            "`tritonpilot build --prepare` makes what a prepare script makes."
+        )
+    return path
