@@ -30,6 +30,8 @@ cp -r "$site/pytriton/tritonserver/backends/python" "$triton/backends/"
 cp "$site/pytriton/tritonserver/python_backend_stubs/$minor/triton_python_backend_stub" "$triton/backends/python/"
 cp -r "$site/pytriton/tritonserver/caches/local" "$triton/caches/"
 "$python" -m pip install --quiet --no-warn-conflicts --target "$work/triton/packages" 'numpy>=1.26,<2' 'onnxruntime>=1.20' 'setuptools>=77' wheel
+"$python" -m pip install --quiet --no-warn-conflicts --no-deps --constraint "$(dirname "$0")/../../requirements.lock" \
+  --target "$work/triton/packages" pillow tokenizers opencv-python-headless
 cat >"$work/triton/Dockerfile" <<EOF
 FROM $base
 COPY opt/ /opt/

@@ -7,7 +7,7 @@ show(result)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from tritonpilot.measurement import Point
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.spec import Service
 
-CONCURRENCIES = (1, 4, 16, 64)
+SERVICES = ("ctr", "image")
 MEASURED = "ctr"
+CONCURRENCIES = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Answer:
 
     service: str
     output: str
-    values: list[float]
+    values: list[float | str]
     """The first values of the first output."""
     latency_ms: float
 
@@ -54,7 +55,7 @@ class Result:
 def run(models: Path, root: Path, narrate: Callable[[str], None]) -> Result:
     """Run the demo; raises PilotError with the step that failed."""
     started = time.monotonic()
-    services = spec.load_services(models)
+    services = spec.load_services(models, SERVICES)
     (measured,) = spec.load_services(models, [MEASURED])
     build.prepare(services, "auto", narrate)
     plans = build.plan(services)
@@ -63,15 +64,15 @@ def run(models: Path, root: Path, narrate: Callable[[str], None]) -> Result:
     names = [service.service for service in services]
     probes = build.probe_inputs(models, root)
     with EmbeddedServer(root, models=names, probe_inputs=probes, on_progress=narrate) as server:
-        answers = [_first_answer(server, name, inputs) for name, inputs in probes.items()]
+        answers = [_first_answer(server, name, probes[name]) for name in names]
         for answer in answers:
-            values = " ".join(f"{value:.4f}" for value in answer.values)
+            values = ", ".join(value if isinstance(value, str) else f"{value:.4f}" for value in answer.values)
             narrate(f"{answer.service}: answered {answer.output} = {values} in {answer.latency_ms:.1f} ms")
         points = list(
             sweep.measure(
                 server.endpoints.grpc,
                 MEASURED,
-                samples.read(_samples_file(measured)),
+                samples.read(_samples(measured)),
                 concurrencies=CONCURRENCIES,
                 budget_s=30,
                 on_progress=narrate,
@@ -97,9 +98,10 @@ def _first_answer(server: EmbeddedServer, name: str, inputs: Mapping[str, NDArra
             ) from error
         latency_ms = (time.perf_counter() - begin) * 1e3
     output = answer.get_response().outputs[0].name
-    values: Sequence[float] = answer.as_numpy(output).ravel()[:4].tolist()
-    return Answer(name, output, list(values), latency_ms)
+    values = answer.as_numpy(output).ravel()[:4].tolist()
+    return Answer(name, output, [v.decode(errors="replace") if isinstance(v, bytes) else v for v in values], latency_ms)
 
 
-def _samples_file(service: Service) -> Any:
-    return service.folder / service.model.samples if service.model and service.model.samples else None
+def _samples(service: Service) -> Path:
+    assert service.samples is not None
+    return service.samples
