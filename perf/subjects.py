@@ -57,8 +57,8 @@ def sample_rows(service: Service) -> dict[str, npt.NDArray[Any]]:
 
 @contextmanager
 def built(say: Callable[[str], None], names: Sequence[str] = ()) -> Iterator[Path]:
-    """A repository in a temporary folder with the named services (default: all), generated now."""
-    chosen = list(services(names).values())
+    """A repository in a temporary folder with the named services (default: all) and those that they name, generated now."""
+    chosen = build.with_members(list(services(names).values()), services())
     build.prepare(chosen, "auto", say)
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
         root = Path(folder, "model_repository")

@@ -36,6 +36,20 @@ class Plan:
     folder: ModelFolder
 
 
+def by_name(services: Sequence[Service]) -> dict[str, Service]:
+    """Service name -> service."""
+    return {service.service: service for service in services}
+
+
+def with_members(services: Sequence[Service], others: Mapping[str, Service]) -> list[Service]:
+    """The services, and those of `others` (by name) that their pipelines name."""
+    found = by_name(services)
+    missing = {name for service in services for name in _members(service) if name not in found and name in others}
+    if not missing:
+        return list(services)
+    return with_members([*services, *(others[name] for name in sorted(missing))], others)
+
+
 def prepare(
     services: Sequence[Service], target: Target, narrate: Callable[[str], None], others: Sequence[Service] = ()
 ) -> None:
@@ -44,7 +58,7 @@ def prepare(
     Services that a pipeline names are looked up in `others` too. Raises ModelError when a script fails or does not make
     its files.
     """
-    for script, wanted in _preparations(_with_members(services, _by_name(others)), target).items():
+    for script, wanted in _preparations(with_members(services, by_name(others)), target).items():
         missing = [file for file in wanted if not file.is_file()]
         if not missing:
             continue
@@ -76,7 +90,7 @@ def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[
     Raises SpecError or ModelError; nothing is written.
     """
     asked = {part.service for service in services for part in parts(service)}
-    everything = [part for service in _with_members(services, _by_name(others)) for part in parts(service)]
+    everything = [part for service in with_members(services, by_name(others)) for part in parts(service)]
     _check_names(everything)
     plans = [_plan_model(service, target) for service in everything if service.model is not None]
     configs = {p.service.service: model_config.parse(p.folder.config_text, p.service.service) for p in plans}
@@ -226,18 +240,6 @@ def _check_names(services: Sequence[Service]) -> None:
                 f"Two models would be named {service.service}: {twin.path} and {service.path} both make one. "
                 "Nothing was changed. Rename the service or the step."
             )
-
-
-def _with_members(services: Sequence[Service], others: Mapping[str, Service]) -> list[Service]:
-    found = _by_name(services)
-    missing = {name for service in services for name in _members(service) if name not in found and name in others}
-    if not missing:
-        return list(services)
-    return _with_members([*services, *(others[name] for name in sorted(missing))], others)
-
-
-def _by_name(services: Sequence[Service]) -> dict[str, Service]:
-    return {service.service: service for service in services}
 
 
 def _members(service: Service) -> set[str]:
