@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +125,23 @@ def tree_cpu_s(root: int) -> float:
             total += stats[pid][1]
             pending += children.get(pid, [])
     return total
+
+
+def stub_cpu_s(server: int) -> dict[str, float]:
+    """CPU seconds of the Python backend's stubs of a server, by model (all its instances together)."""
+    found: dict[str, float] = {}
+    for pid, (parent, seconds) in _process_stats().items():
+        if parent != server:
+            continue
+        try:
+            argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it ended in between
+            continue
+        # The stub of Triton 24.10: path, model file, shared memory and its sizes, parent, backends, offset, instance name.
+        instance = argv[8].decode() if len(argv) > 8 else "other"
+        name = re.sub(r"_\d+_\d+$", "", instance)
+        found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def process_cpu_s(pid: int) -> float:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from perf import machine, prove
+from perf.efficiency import Round
 from perf.frame import Bar, Bench, Claim, NoisyRoundError, Outcome, Result, carry_out, median, spread, write
 from perf.machine import Limits, Sample, judge
 from perf.open_loop import Request
 from perf.proofs import CLAIMS
 from perf.proofs.accuracy import _worst
-from perf.proofs.efficiency import Round
 from perf.proofs.priorities import Trial
 from tritonpilot.errors import MeasurementError, ServerError
 
@@ -314,5 +314,7 @@ def test_overtaking_leaves_only_the_executing_ahead(trial: Trial, overtook: bool
 
 
 def test_efficiency_compares_rows_per_cpu_second() -> None:
-    found = Round(served_rows=800, front_s=0.5, stub_s=1.5, served_wall_s=2, alone_rows=1000, alone_s=2)
+    found = Round(
+        served_rows=800, served_s={"tritonserver": 0.5, "ctr": 1.5}, served_wall_s=2, alone_rows=1000, alone_s=2
+    )
     assert (found.served_rate, found.alone_rate, found.ratio) == (400, 500, 0.8)
