@@ -5,7 +5,9 @@
         write_facts(partial, {"test_auc": auc})
     is_complete(Path("models/ctr/build"))                     # True: the three files are there and belong together
 
-A failure or a kill inside the block leaves the old files. facts.json holds the checksums of the other two, so a kill
+    with publication(output, ("rec.onnx", "det.onnx", "characters.txt")) as partial: ...    # any other set of files
+
+A failure or a kill inside the block leaves the old files. facts.json holds the checksums of all others, so a kill
 in the instant between two renames shows as incomplete, and running the script again completes it.
 """
 
@@ -18,7 +20,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,15 @@ MODEL = "model.onnx"
 SAMPLES = "samples.npz"
 FACTS = "facts.json"
 PARTIAL = ".partial-"
+LONG_KNOWN = {"sha256": MODEL, "samples_sha256": SAMPLES}
 
 
 @contextmanager
-def publication(output: Path) -> Iterator[Path]:
-    """A folder to write MODEL, SAMPLES and FACTS into; at the end of the block they replace those in `output`.
+def publication(output: Path, names: Sequence[str] = (MODEL, SAMPLES)) -> Iterator[Path]:
+    """A folder to write the files `names` and FACTS into; at the end of the block they replace those in `output`.
 
+    The first of `names` is put in place last: whoever finds it finds the others. Name them all in the services' files
+    too, so that a missing one starts the script again.
     Raises HostError when `output` cannot be written (also for an OSError inside the block: a full disk).
     """
     try:
@@ -45,9 +50,14 @@ def publication(output: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it however this process ends
             yield partial
-            for name in (SAMPLES, FACTS, MODEL):
+            if strange := sorted({path.name for path in partial.iterdir()} - {*names, FACTS}):
+                raise ValueError(
+                    f"{', '.join(strange)} written, but not among the names to publish: {', '.join(names)}"
+                )
+            published = (*reversed(names[1:]), FACTS, names[0])  # NOTE: the first of `names` last, as promised above
+            for name in published:
                 _sync(partial / name)
-            for name in (SAMPLES, FACTS, MODEL):  # NOTE: the model last: whoever finds it finds the others
+            for name in published:
                 (partial / name).replace(output / name)
             _sync(output)
         finally:
@@ -62,18 +72,23 @@ def publication(output: Path) -> Iterator[Path]:
 
 
 def write_facts(partial: Path, facts: Mapping[str, Any]) -> None:
-    """Write FACTS: `facts` and the SHA-256 of MODEL and SAMPLES, both already in `partial`."""
-    sums = {"sha256": sha256(partial / MODEL), "samples_sha256": sha256(partial / SAMPLES)}
-    (partial / FACTS).write_text(json.dumps({**facts, **sums}, indent=2) + "\n", encoding="utf-8")
+    """Write FACTS: `facts` and the SHA-256 of every other file, all already in `partial`, by name under "files".
+
+    Those of MODEL and SAMPLES stand under "sha256" and "samples_sha256" too.
+    """
+    sums = {path.name: sha256(path) for path in sorted(partial.iterdir()) if path.name != FACTS}
+    known = {key: sums[name] for key, name in LONG_KNOWN.items() if name in sums}
+    (partial / FACTS).write_text(json.dumps({**facts, **known, "files": sums}, indent=2) + "\n", encoding="utf-8")
 
 
 def is_complete(output: Path) -> bool:
-    """Are the three files in `output`, whole and of one run?"""
+    """Are all files that FACTS names in `output`, whole and of one run?"""
     try:
         facts = json.loads((output / FACTS).read_text(encoding="utf-8"))
-        expected = (facts["sha256"], facts["samples_sha256"])
-        return (sha256(output / MODEL), sha256(output / SAMPLES)) == expected
-    except (OSError, ValueError, KeyError, TypeError):
+        # Facts from before "files" was written know two files.
+        expected = facts.get("files") or {name: facts[key] for key, name in LONG_KNOWN.items()}
+        return all(sha256(output / name) == expected_sum for name, expected_sum in expected.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

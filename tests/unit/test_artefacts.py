@@ -1,4 +1,4 @@
-"""models/artefacts.py: three files that belong together, all new or all old."""
+"""models/artefacts.py: files that belong together, all new or all old."""
 
 from __future__ import annotations
 
@@ -92,3 +92,47 @@ def test_file_that_was_never_written_is_not_published(tmp_path: Path) -> None:
         (partial / MODEL).write_bytes(b"new")
     assert is_complete(tmp_path)
     assert (tmp_path / MODEL).read_bytes() == b"old"
+
+
+CHAIN = ("rec.onnx", "det.onnx", "characters.txt")
+
+
+def publish_chain(output: Path, content: bytes) -> None:
+    with publication(output, CHAIN) as partial:
+        for name in CHAIN:
+            (partial / name).write_bytes(content + name.encode())
+        write_facts(partial, {"content": content.decode()})
+
+
+def test_any_set_of_files_is_published_together(tmp_path: Path) -> None:
+    publish_chain(tmp_path, b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*CHAIN, FACTS])
+    assert json.loads((tmp_path / FACTS).read_text())["files"] == {name: sha256(tmp_path / name) for name in CHAIN}
+    assert is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_any_file_of_another_run_makes_the_set_incomplete(tmp_path: Path, name: str) -> None:
+    publish_chain(tmp_path, b"new")
+    (tmp_path / name).write_bytes(b"of another run")
+    assert not is_complete(tmp_path)
+    (tmp_path / name).unlink()
+    assert not is_complete(tmp_path)
+
+
+def test_file_that_nobody_named_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"extra\.txt written, but not among"), publication(tmp_path, CHAIN) as partial:  # noqa: PT012
+        for name in (*CHAIN, "extra.txt"):
+            (partial / name).write_bytes(b"")
+        write_facts(partial, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_facts_written_before_other_sets_existed_still_count(tmp_path: Path) -> None:
+    publish(tmp_path, b"old")
+    facts = json.loads((tmp_path / FACTS).read_text())
+    del facts["files"]
+    (tmp_path / FACTS).write_text(json.dumps(facts))
+    assert is_complete(tmp_path)
+    (tmp_path / SAMPLES).write_bytes(b"of another run")
+    assert not is_complete(tmp_path)
