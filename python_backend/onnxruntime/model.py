@@ -7,26 +7,18 @@ batcher awake (pilotlib.waker). What it reads from the config: pilotlib.paramete
 """
 
 import json
-import math
 import os
 from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from pilotlib.loopback import ENDPOINT_VARIABLE, Zeros, answer, http_endpoint, parent_command_line, post, wake_request
-from pilotlib.onnx_session import (
-    ModelFileError,
-    OnnxSession,
-    array_from_dlpack,
-    bf16_from_array,
-    model_path,
-    session_options,
-)
+from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
+from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
 from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
 from pilotlib.signature import ContradictionError, check, complete, is_complete
 from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
-from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan
+from pilotlib.wakes import wakes_of
 
 REFUSALS = (ContradictionError, ModelFileError, ParameterError)
 
@@ -84,46 +76,20 @@ class TritonPythonModel:
             else None
         )
 
-        self._waker = None
-        wakes = plan(config, parameters.pilot_wake_priority)
-        if wakes.is_needed and parameters.pilot_waker != "off":
-            if not wakes.is_rejected:
-                more_remarks += (wakes.reason,)
-            output_name = self._output_names[0]
-            self._waker = _waker(name, int(version), self._inputs, output_name, self._has_batch_dimension, parameters)
+        self._wakes, more = wakes_of(args, config, parameters)
         if args["model_instance_name"].endswith("_0"):
-            for remark in remarks + more_remarks:
+            for remark in remarks + more_remarks + more:
                 pb_utils.Logger.log_warn(f'model "{name}": {remark}')
 
     def execute(self, requests):
         """One response per request, in their order."""
-        waker = self._waker
-        if waker is None:
-            return self._answer(requests)
-        work = [request for request in requests if request.request_id() != WAKE_ID]
-        if len(work) < len(requests):
-            return self._answer_beside_wakes(requests, work)
-        waker.began()
-        try:
-            return self._answer(requests)
-        finally:
-            waker.ended()
+        return self._answer(requests) if self._wakes is None else self._wakes.execute(requests, self._answer)
 
     def finalize(self):
         """Release the session and end the waker's thread."""
-        if self._waker is not None:
-            self._waker.stop()
+        if self._wakes is not None:
+            self._wakes.stop()
         self._runner = self._session = None
-
-    def _answer_beside_wakes(self, requests, work):
-        answers = iter(())
-        if work:
-            self._waker.began()
-            try:
-                answers = iter(self._answer(work))
-            finally:
-                self._waker.ended()
-        return [_turn_away() if request.request_id() == WAKE_ID else next(answers) for request in requests]
 
     def _answer(self, requests):
         responses = [None] * len(requests)
@@ -200,7 +166,7 @@ class TritonPythonModel:
 
     def _tensor(self, name, output):
         if name in self._bf16_outputs:
-            return pb_utils.Tensor.from_dlpack(name, bf16_from_array(output).to_dlpack())
+            return pb_utils.Tensor.from_dlpack(name, dlpack_from_bits(output))
         return pb_utils.Tensor(name, output)
 
     def _refusal(self, error):
@@ -220,51 +186,13 @@ class _Input:
         self.is_optional = entry.get("optional", False)
         self.dims = [int(dim) for dim in entry["dims"]]
 
-    def zeros(self, has_batch_dimension):
-        """The smallest valid input: one row of zeros or empty strings, dynamic dims of 1."""
-        shape = (1,) * has_batch_dimension + tuple([max(dim, 1) for dim in self.dims])
-        is_string = self.dtype is STRING
-        bytes_each = 4 if is_string else self.dtype.numpy.itemsize  # an empty string is its length, 4 bytes
-        name = "BYTES" if is_string else self.dtype.config.removeprefix("TYPE_")
-        return Zeros(self.name, name, shape, math.prod(shape) * bytes_each)
-
     def read(self, tensor):
         """The numpy array that the session takes. Raises UnicodeDecodeError for a string that is not UTF-8."""
         if self.dtype is BF16:
-            return array_from_dlpack(tensor.to_dlpack())
+            return bits_from_dlpack(tensor.to_dlpack())
         if self.dtype is STRING:
             return text_from_bytes(tensor.as_numpy())
         return tensor.as_numpy()
-
-
-def _waker(name, version, inputs, output_name, has_batch_dimension, parameters):
-    """The waker of this instance; None with a warning when the server has no HTTP service to send wakes to."""
-    endpoint = http_endpoint(os.environ, parent_command_line())
-    if endpoint is None:
-        pb_utils.Logger.log_warn(
-            f'model "{name}": this server has no HTTP service (or its command line does not show it: set '
-            f"{ENDPOINT_VARIABLE}=host:port), so no wake request can be sent and a request may wait 500 ms for a free instance"
-        )
-        return None
-    zeros = [each.zeros(has_batch_dimension) for each in inputs if not each.is_optional]
-    request = wake_request(WAKE_ID, name, version, zeros, output_name, parameters.pilot_wake_priority)
-    family = pb_utils.MetricFamily(
-        name="pilot_wakes_total",
-        description="Requests that the backend sent to its own model to wake the dynamic batcher",
-        kind=pb_utils.MetricFamily.COUNTER,
-    )
-    counter = family.Metric(labels={"model": name, "version": str(version)})
-
-    def count(wakes, family=family):  # noqa: ARG001  a metric without a reference to its family cannot be observed
-        counter.increment(wakes)
-
-    return Waker(
-        lambda: post(endpoint, request),
-        answer,
-        after_us=parameters.pilot_wake_after_us,
-        complain=lambda line: pb_utils.Logger.log_warn(f'model "{name}": {line}'),
-        count=count,
-    )
 
 
 def _input_entries(config, signature):
@@ -276,11 +204,6 @@ def _input_entries(config, signature):
         if spec.name not in named
     ]
     return config["input"] + controls
-
-
-def _turn_away():
-    # NOTE: one object per request; the same response for two requests makes tritonserver 2.51 crash.
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(WAKE_ANSWER, pb_utils.TritonError.UNAVAILABLE))
 
 
 def _core_count():

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pilotlib.tensors import DTYPES_BY_CONFIG, STRING
 
 ENDPOINT_VARIABLE = "PILOT_HTTP_ENDPOINT"  # host:port, when the command line of the server does not tell
 TIMEOUT_S = 1.0
@@ -61,6 +64,24 @@ def http_endpoint(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple
     host = options.get("--http-address", "0.0.0.0")  # noqa: S104  Triton's default, read and not bound
     port = options.get("--http-port", "8000")
     return ("127.0.0.1" if host == "0.0.0.0" else host, int(port)) if port.isdigit() else None  # noqa: S104
+
+
+def zeros(config: Mapping[str, Any]) -> list[Zeros]:
+    """The smallest valid request: one row of zeros or empty strings, dynamic dims of 1, optional inputs left out.
+
+    A sequence batcher's controls are no part of it: only a dynamic batcher stalls.
+    """
+    batch = (1,) if config.get("max_batch_size", 0) > 0 else ()
+    found = []
+    for entry in config["input"]:
+        if entry.get("optional"):
+            continue
+        dtype = DTYPES_BY_CONFIG[entry["data_type"]]
+        shape = batch + tuple(max(int(dim), 1) for dim in entry["dims"])
+        bytes_each = 4 if dtype is STRING else dtype.numpy.itemsize  # an empty string is its length, 4 bytes
+        name = "BYTES" if dtype is STRING else dtype.config.removeprefix("TYPE_")
+        found.append(Zeros(entry["name"], name, shape, math.prod(shape) * bytes_each))
+    return found
 
 
 def wake_request(

@@ -174,11 +174,6 @@ def bf16_from_array(bits: Array) -> Any:
     return value
 
 
-def array_from_dlpack(capsule: Any) -> Array:
-    """The uint16 bit patterns of the bfloat16 tensor in a DLPack capsule, copied."""
-    return array_from_bf16(ort.OrtValue.from_dlpack(capsule))
-
-
 def array_from_bf16(value: Any) -> Array:
     """The uint16 bit patterns of a bfloat16 OrtValue, copied."""
     shape = tuple(value.shape())

@@ -62,7 +62,11 @@ class Context(Generic[P]):
     cores: int
     """How many CPU cores this instance may use."""
     infer: Infer
-    """Calls another model of the same server (BLS)."""
+    """Calls another model of the same server (BLS), from `predict` and not before."""
+    device: str = "cpu"
+    """Where this instance is to run: "cpu", or "cuda:<index>" for a GPU instance of a backend that `runs_on_gpu`."""
+    log: Callable[[str], None] = print
+    """Writes a line into the server's log, as a warning."""
 
 
 class Backend(Generic[P, I, R]):
@@ -71,11 +75,21 @@ class Backend(Generic[P, I, R]):
     parameters: ClassVar[type] = NoParameters
     """A frozen dataclass whose fields are the parameters of config.pbtxt (pilotlib.parameters.parameter)."""
 
+    ignores_unknown_parameters: ClassVar[bool] = False
+    """Whether a parameter that the table lacks is only remarked in the log, as Triton's own backends do, or refuses the model."""
+
+    runs_on_gpu: ClassVar[bool] = False
+    """Whether GPU instances are taken; otherwise a config that asks for one (Triton's default where there is a GPU) is refused."""
+
     def set_up(self, context: Context[P]) -> None:
         """Load files, allocate buffers, run a first prediction. A ValueError or OSError refuses the model, its text is shown."""
 
     def decode(self, inputs: Mapping[str, Array]) -> I:
-        """One request's inputs -> an item. Raise BadRequest for what is wrong with them."""
+        """One request's inputs -> an item. Raise BadRequest for what is wrong with them.
+
+        Arrays are views of Triton's memory, valid until this execution has been answered: copy what is kept for longer.
+        Optional inputs that a request leaves out are absent.
+        """
         raise NotImplementedError
 
     def predict(self, items: Sequence[I]) -> Sequence[R | BadRequest]:
@@ -86,7 +100,10 @@ class Backend(Generic[P, I, R]):
         raise NotImplementedError
 
     def encode(self, result: R) -> Mapping[str, Array]:
-        """A result -> one request's outputs. Arrays may lie in buffers that the next `predict` overwrites."""
+        """A result -> one request's outputs. Arrays may lie in buffers that the next `predict` overwrites.
+
+        Outputs that the request did not ask for are dropped. BF16 is given, and taken, as uint16 bit patterns.
+        """
         raise NotImplementedError
 
     def tear_down(self) -> None:

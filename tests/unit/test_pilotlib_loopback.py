@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pilotlib.loopback import Zeros, http_endpoint, wake_request
+from pilotlib.loopback import Zeros, http_endpoint, wake_request, zeros
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,16 @@ def test_a_wake_request_is_zeros_in_tritons_binary_form() -> None:
     assert head["parameters"] == {"timeout": 1, "priority": 3}
     assert [one["parameters"]["binary_data_size"] for one in head["inputs"]] == [8, 4]
     assert body[json_bytes:] == bytes(12)
+
+
+def test_zeros_are_the_smallest_valid_request() -> None:
+    config = {
+        "max_batch_size": 4,
+        "input": [
+            {"name": "dense", "data_type": "TYPE_FP32", "dims": ["28"]},
+            {"name": "text", "data_type": "TYPE_STRING", "dims": [-1, 2]},
+            {"name": "more", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+        ],
+    }
+    assert zeros(config) == [Zeros("dense", "FP32", (1, 28), 112), Zeros("text", "BYTES", (1, 1, 2), 8)]
+    assert zeros({**config, "max_batch_size": 0})[0].shape == (28,)

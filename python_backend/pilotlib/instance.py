@@ -1,0 +1,98 @@
+"""What is the same for an instance inside Triton and in the test kit: its context, and what an answer must look like.
+
+backend = set_up(BackendClass, config, model="photos", version=1, version_folder=folder, infer=infer)
+outputs = Outputs(config);  outputs.checked(answer, wanted)  -> {name: array}, or AnswerError
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pilotlib.parameters import CommonParameters, parse, parse_strictly
+from pilotlib.tensors import DTYPES_BY_CONFIG, STRING, Array
+from pilotlib.verbs import Backend, Context, Infer
+
+
+class AnswerError(RuntimeError):
+    """A backend made outputs that its config does not promise: a mistake in the backend or the config."""
+
+
+def set_up(
+    backend_class: type[Backend[Any, Any, Any]],
+    config: Mapping[str, Any],
+    *,
+    model: str,
+    version: int,
+    version_folder: Path,
+    infer: Infer,
+    device: str = "cpu",
+    log: Callable[[str], None] = print,
+) -> tuple[Backend[Any, Any, Any], CommonParameters, tuple[str, ...]]:
+    """A backend ready to answer, the parameters that all backends have, and remarks on those that are ignored.
+
+    `config` is the ModelConfig in JSON form. Raises ParameterError, and what the backend's own set_up raises.
+    """
+    raw = config.get("parameters", {})
+    remarks: tuple[str, ...] = ()
+    parameters: Any
+    if backend_class.ignores_unknown_parameters:
+        parameters, remarks = parse(_own(raw), backend_class.parameters)
+    else:
+        parameters = parse_strictly(raw, backend_class.parameters)
+    common, strange = parse(_common(raw), CommonParameters)
+    backend = backend_class()
+    backend.set_up(
+        Context(model, version, version_folder, config, parameters, cores_of_instance(config), infer, device, log)
+    )
+    return backend, common, remarks + strange
+
+
+def cores_of_instance(config: Mapping[str, Any]) -> int:
+    """The cores that this process may use, divided by the model's instances, at least one."""
+    instances = sum(int(group.get("count", 1) or 1) for group in config.get("instance_group", ()))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
+
+
+class Outputs:
+    """The outputs of a config, and whether an answer fits them. Costs about 1 us a tensor: types and names, no dims."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.names = tuple(entry["name"] for entry in config["output"])
+        self.bf16 = frozenset(entry["name"] for entry in config["output"] if entry["data_type"] == "TYPE_BF16")
+        self._dtypes = {entry["name"]: DTYPES_BY_CONFIG[entry["data_type"]] for entry in config["output"]}
+
+    def checked(self, answer: Mapping[str, Array], wanted: Collection[str]) -> dict[str, Array]:
+        """The wanted tensors of an answer, strings as object arrays. Raises AnswerError when one is missing or of another type."""
+        tensors = {}
+        for name in wanted:
+            array = answer.get(name)
+            if array is None:
+                raise AnswerError(f'the backend made no output "{name}", but: {", ".join(answer) or "none"}')
+            dtype = self._dtypes[name]
+            if array.dtype != dtype.numpy:
+                if dtype is not STRING or array.dtype.kind not in "SU":
+                    raise AnswerError(
+                        f'the backend made output "{name}" as {array.dtype}, its config says {dtype.config}'
+                    )
+                array = _objects(array)
+            tensors[name] = array
+        return tensors
+
+
+def _objects(array: Array) -> Array:
+    encoded: Any = np.char.encode(array.astype(np.str_), "utf-8") if array.dtype.kind == "U" else array
+    objects: Array = encoded.astype(np.object_)
+    return objects
+
+
+def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: holder for name, holder in raw.items() if name.startswith("pilot_")}
+
+
+def _own(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: holder for name, holder in raw.items() if not name.startswith("pilot_")}
