@@ -15,6 +15,7 @@ import numpy as np
 
 from pilotlib.onnx_session import Binding, OnnxSession, is_bindable
 from pilotlib.signature import TensorSpec
+from pilotlib.split import split
 from pilotlib.tensors import STRING, Array
 
 # A single request above this is run from where it lies; below, copying it costs less than passing arrays to the session
@@ -22,10 +23,6 @@ from pilotlib.tensors import STRING, Array
 COPY_BELOW_BYTES = 64 << 10
 MAX_BINDINGS = 256  # prepared runs kept, one per number of rows; a few KiB each
 MAX_BUFFER_BYTES = 256 << 20  # a larger gathering is allocated for its run and freed
-
-
-class SplitError(RuntimeError):
-    """An output does not have one row per row of input, so it cannot be split among requests."""
 
 
 class RowRunner:
@@ -134,21 +131,3 @@ class RowBuffer:
         if count > self._flat.size:
             self._flat = np.empty(1 << (count - 1).bit_length(), self._dtype)
         return np.concatenate(arrays, out=self._flat[:count].reshape(shape))
-
-
-def split(outputs: Sequence[Array], names: Sequence[str], rows: Sequence[int], total: int) -> list[list[Array]]:
-    """The outputs cut into `rows` per request. Raises SplitError when one has not `total` rows."""
-    for name, output in zip(names, outputs, strict=True):
-        if output.shape[:1] != (total,):
-            raise SplitError(
-                f'output "{name}" has shape {list(output.shape)} for {total} rows of input, so its rows cannot be given '
-                "to their requests; set max_batch_size: 0 for this model, or export it with the batch dimension first"
-            )
-    if len(rows) == 1:
-        return [list(outputs)]
-    answers = []
-    start = 0
-    for count in rows:
-        answers.append([output[start : start + count] for output in outputs])
-        start += count
-    return answers

@@ -10,7 +10,8 @@ from unit.onnx_files import save
 from pilotlib import rows as rows_module
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options, thread_count
 from pilotlib.parameters import Parameters
-from pilotlib.rows import RowRunner, SplitError, split
+from pilotlib.rows import RowRunner
+from pilotlib.split import SplitError, split
 from pilotlib.tensors import DTYPES, text_from_bytes
 
 
