@@ -63,6 +63,7 @@ class CommonParameters:
     pilot_classes: str = parameter(
         "", "classes of callers and their priority levels, as name:level,name:level; for clients and metrics"
     )
+    pilot_steps: str = parameter("", "models that a pipeline's driver calls, with commas; who loads it loads them first")
 
 
 @dataclass(frozen=True)
