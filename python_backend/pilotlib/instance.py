@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pilotlib.parameters import CommonParameters, parse, parse_strictly
+from pilotlib.parameters import COMMON_PREFIX, CommonParameters, parse, parse_strictly, table
 from pilotlib.tensors import DTYPES_BY_CONFIG, STRING, Array
 from pilotlib.verbs import Backend, Context, Infer
 
@@ -41,10 +41,10 @@ def set_up(
     remarks: tuple[str, ...] = ()
     parameters: Any
     if backend_class.ignores_unknown_parameters:
-        parameters, remarks = parse(_own(raw), backend_class.parameters)
+        parameters, remarks = parse(_own(raw, backend_class.parameters), backend_class.parameters)
     else:
         parameters = parse_strictly(raw, backend_class.parameters)
-    common, strange = parse(_common(raw), CommonParameters)
+    common, strange = parse(_common(raw, backend_class.parameters), CommonParameters)
     backend = backend_class()
     backend.set_up(
         Context(model, version, version_folder, config, parameters, cores_of_instance(config), infer, device, log)
@@ -90,9 +90,12 @@ def _objects(array: Array) -> Array:
     return objects
 
 
-def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: holder for name, holder in raw.items() if name.startswith("pilot_")}
+def _common(raw: Mapping[str, Any], table_class: type) -> dict[str, Any]:
+    own = _own(raw, table_class)
+    return {name: holder for name, holder in raw.items() if name not in own}
 
 
-def _own(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: holder for name, holder in raw.items() if not name.startswith("pilot_")}
+def _own(raw: Mapping[str, Any], table_class: type) -> dict[str, Any]:
+    """What the backend's table is asked for; a stand-in marks with `pilot_` what Triton's own backend does not have."""
+    own = {row.name for row in table(table_class)}
+    return {name: holder for name, holder in raw.items() if name in own or not name.startswith(COMMON_PREFIX)}

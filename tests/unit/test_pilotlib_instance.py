@@ -32,7 +32,13 @@ class Remembering(Backend[Table, Any, Any]):
         self.context = context
 
 
+@dataclass(frozen=True)
+class MoreThanTritons(Table):
+    pilot_shade: str = parameter("light", "what Triton's own backend does not have")
+
+
 class Tolerant(Remembering):
+    parameters = MoreThanTritons
     ignores_unknown_parameters = True
 
 
@@ -55,6 +61,11 @@ def test_unknown_parameters_are_refused_or_remarked_as_the_backend_wants() -> No
         make(Remembering, kk="2")
     assert '"kk" is not known' in make(Tolerant, kk="2")[2][0]
     assert '"pilot_new" is not known' in make(Remembering, pilot_new="2")[2][0]
+
+
+def test_a_parameter_with_the_common_prefix_can_be_a_backends_own() -> None:
+    backend, common, remarks = make(Tolerant, pilot_shade="dark", pilot_waker="off")
+    assert (backend.context.parameters.pilot_shade, common.pilot_waker, remarks) == ("dark", "off", ())
 
 
 def test_instances_share_the_cores() -> None:
