@@ -1,0 +1,267 @@
+"""One server's HTTP or gRPC interface through tritonclient, with one set of errors.
+
+    transport = connect(endpoint, key)
+    answer = await transport.infer(request)
+
+Only the client library of the scheme that is used gets imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonclient.utils import InferenceServerException
+
+from tritonpilot.client.endpoints import Endpoint
+from tritonpilot.client.errors import (
+    CallError,
+    DisconnectedError,
+    InputError,
+    ModelFaultError,
+    RejectedError,
+    UnknownModelError,
+)
+from tritonpilot.client.served import Array
+
+CONNECT_S = 1.0
+CONNECTIONS = 512
+# What gRPC itself says under UNAVAILABLE when the connection, not the server, refuses.
+_BROKEN = ("connect", "socket", "goaway", "recvmsg", "sendmsg", "tcp", "dns", "ping timeout", "transport", "reset")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in registered shared memory."""
+
+    region: str
+    bytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One inference as it is sent. Inputs in shared memory are named in `placed_inputs` too, their arrays give type and shape."""
+
+    model: str
+    version: str
+    inputs: Mapping[str, tuple[str, Array]]  # name -> (data type, array)
+    outputs: Sequence[str]  # () for all
+    priority: int = 0
+    timeout_us: int = 0  # of queue time, 0: the class's own
+    placed_inputs: Mapping[str, Place] = field(default_factory=dict)
+    placed_outputs: Mapping[str, Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outputs that came in the body, and the shapes of those that were put into shared memory."""
+
+    arrays: Mapping[str, Array]
+    placed_shapes: Mapping[str, tuple[int, ...]]
+
+
+class Transport:
+    """A connection (or several) to one server. Every method raises a CallError; of the event loop that made it."""
+
+    def __init__(self, endpoint: Endpoint, library: Any, client: Any, control_headers: Mapping[str, str]) -> None:
+        self._url = endpoint.url
+        self._library = library
+        self._client = client
+        self._control_headers = control_headers
+
+    async def config(self, model: str, version: str) -> Mapping[str, Any]:
+        """The model's config in JSON form."""
+        raise NotImplementedError
+
+    async def regions(self) -> Sequence[str]:
+        """The names of all registered system shared memory regions."""
+        raise NotImplementedError
+
+    async def infer(self, request: Request) -> Answer:
+        """Send and wait for the answer; cancelled, the request is given up."""
+        inputs, outputs = _tensors(self._library, request)
+        result = await self._call(
+            self._client.infer(
+                request.model,
+                inputs,
+                model_version=request.version,
+                outputs=outputs,
+                priority=request.priority,
+                timeout=request.timeout_us or None,
+            )
+        )
+        return _answer(request, result)
+
+    async def register(self, name: str, key: str, size: int) -> None:
+        """Let the server map the shared memory object of that key, as `name`."""
+        await self._call(
+            self._client.register_system_shared_memory(name, key, size, headers=dict(self._control_headers))
+        )
+
+    async def register_cuda(self, name: str, handle: bytes, size: int, device: int) -> None:
+        """The same for memory of a GPU."""
+        await self._call(
+            self._client.register_cuda_shared_memory(name, handle, device, size, headers=dict(self._control_headers))
+        )
+
+    async def unregister(self, name: str) -> None:
+        """Let the server unmap a system region."""
+        await self._call(self._client.unregister_system_shared_memory(name, headers=dict(self._control_headers)))
+
+    async def unregister_cuda(self, name: str) -> None:
+        """Let the server unmap a GPU's region."""
+        await self._call(self._client.unregister_cuda_shared_memory(name, headers=dict(self._control_headers)))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _call(self, call: Any) -> Any:
+        raise NotImplementedError
+
+
+def connect(endpoint: Endpoint, control_header: tuple[str, str] | None) -> Transport:
+    """A transport of the endpoint's scheme; the header goes along with calls of the restricted shared-memory API."""
+    kind = _Http if endpoint.scheme.startswith("http") else _Grpc
+    return kind(endpoint, control_header)
+
+
+async def reach(endpoint: Endpoint) -> None:
+    """Raise DisconnectedError unless something accepts connections there within a second.
+
+    A host that swallows packets would hold a request until its deadline, when another endpoint could have answered.
+    """
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(endpoint.host, endpoint.port), CONNECT_S)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise DisconnectedError(f"{endpoint.url} cannot be reached: {error or 'no answer in a second'}.") from None
+    writer.close()
+
+
+class _Http(Transport):
+    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None) -> None:
+        import aiohttp
+        import tritonclient.http.aio as library
+
+        self._broken: tuple[type[Exception], ...] = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+        client = library.InferenceServerClient(
+            endpoint.address, conn_limit=CONNECTIONS, conn_timeout=None, ssl=endpoint.scheme == "https"
+        )
+        super().__init__(endpoint, library, client, dict([control_header]) if control_header else {})
+
+    async def config(self, model: str, version: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await self._call(self._client.get_model_config(model, version))
+        return found
+
+    async def regions(self) -> Sequence[str]:
+        headers = dict(self._control_headers)
+        return [
+            each["name"] for each in await self._call(self._client.get_system_shared_memory_status(headers=headers))
+        ]
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except InferenceServerException as refused:
+            raise _error(self._url, str(refused.message()), str(refused.status())) from None
+        except self._broken as broken:
+            raise DisconnectedError(
+                f"The connection to {self._url} failed: {broken or type(broken).__name__}."
+            ) from None
+
+
+class _Grpc(Transport):
+    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None) -> None:
+        import tritonclient.grpc.aio as library
+
+        client = library.InferenceServerClient(
+            endpoint.address,
+            ssl=endpoint.scheme == "grpcs",
+            channel_args=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.enable_http_proxy", 0),
+                ("grpc.use_local_subchannel_pool", 1),  # no back-off inherited from others' connections
+                ("grpc.initial_reconnect_backoff_ms", 50),  # endpoints.py decides how long one is left out
+                ("grpc.max_reconnect_backoff_ms", 250),
+            ],
+        )
+        headers = {f"triton-grpc-protocol-{control_header[0]}": control_header[1]} if control_header else {}
+        super().__init__(endpoint, library, client, headers)
+
+    async def config(self, model: str, version: str) -> Mapping[str, Any]:
+        answer = await self._call(self._client.get_model_config(model, version, as_json=True))
+        found: Mapping[str, Any] = answer["config"]
+        return found
+
+    async def regions(self) -> Sequence[str]:
+        headers = dict(self._control_headers)
+        return list((await self._call(self._client.get_system_shared_memory_status(headers=headers))).regions)
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except InferenceServerException as refused:
+            said, status = str(refused.message()), str(refused.status()).removeprefix("StatusCode.")
+            if status == "UNAVAILABLE" and any(word in said.lower() for word in _BROKEN):
+                raise DisconnectedError(f"The connection to {self._url} failed: {said}.") from None
+            raise _error(self._url, said, status) from None
+
+
+def _tensors(library: Any, request: Request) -> tuple[list[Any], list[Any] | None]:
+    inputs = []
+    for name, (data_type, array) in request.inputs.items():
+        tensor = library.InferInput(name, list(array.shape), data_type)
+        place = request.placed_inputs.get(name)
+        if place is None:
+            tensor.set_data_from_numpy(array)
+        else:
+            tensor.set_shared_memory(place.region, place.bytes, place.offset)
+        inputs.append(tensor)
+    if not request.outputs:
+        return inputs, None
+    outputs = []
+    for name in request.outputs:
+        tensor = library.InferRequestedOutput(name)  # binary by default over HTTP too
+        place = request.placed_outputs.get(name)
+        if place is not None:
+            tensor.set_shared_memory(place.region, place.bytes, place.offset)
+        outputs.append(tensor)
+    return inputs, outputs
+
+
+def _answer(request: Request, result: Any) -> Answer:
+    response = result.get_response()
+    arrays, shapes = {}, {}
+    for each in response["outputs"] if isinstance(response, dict) else response.outputs:
+        name, shape = (each["name"], each["shape"]) if isinstance(each, dict) else (each.name, each.shape)
+        if name in request.placed_outputs:
+            shapes[name] = tuple(int(size) for size in shape)
+        else:
+            arrays[name] = result.as_numpy(name)
+    return Answer(arrays, shapes)
+
+
+def _error(url: str, said: str, status: str) -> CallError:
+    """Triton's statuses are gRPC's by name, or HTTP's by number."""
+    said = " ".join(said.split()).removeprefix("[request id: <id_unknown>] ").rstrip(".")
+    if status in ("INVALID_ARGUMENT", "400"):
+        return InputError(f"{url} refused the request: {said}. Repair the inputs.", _field(said))
+    if status in ("NOT_FOUND", "404"):
+        return UnknownModelError(f"{url} has no such model: {said}. Correct the name or load it.")
+    if status in ("UNAVAILABLE", "503", "RESOURCE_EXHAUSTED", "429", "502", "504"):
+        return RejectedError(f"{url} does not take the request now: {said}. Try again later, or with less load.")
+    if status == "CANCELLED":
+        return DisconnectedError(f"The connection to {url} was closed: {said}.")
+    return ModelFaultError(f"{url} failed to answer ({status}): {said}. Look at the server's log.")
+
+
+def _field(said: str) -> str:
+    """The input that a backend of ours names first, as in `"photo": row 3 is no image`, or Triton as in `input 'x'`."""
+    if said.startswith('"'):
+        return said[1:].partition('"')[0]
+    before, _, rest = said.partition("input '")
+    return rest.partition("'")[0] if rest and before else ""
