@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from pilotlib import instance
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
+from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
 from pilotlib.verbs import Backend, BadRequest, InferError, answers
 from pilotlib.wakes import wakes_of

@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from pilotlib.loopback import ENDPOINT_VARIABLE, answer, http_endpoint, parent_command_line, post, wake_request, zeros
 from pilotlib.parameters import CommonParameters
+from pilotlib.stub import pb_utils
 from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan
 
 Answer = Callable[[Sequence[Any]], list[Any]]
