@@ -19,6 +19,7 @@ from perf import machine
 from perf.frame import PROJECT, Bench
 from perf.open_loop import Sender
 from tritonpilot import build, repository, samples
+from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.spec import Service, load_services
 
@@ -36,6 +37,11 @@ class Served:
 def services(names: Sequence[str] = ()) -> dict[str, Service]:
     """The service files of this project: name -> service."""
     return {service.service: service for service in load_services(PROJECT / "models", names)}
+
+
+def part(model: str) -> Service:
+    """What the Triton model `model` is made from: a service, or a step of a pipeline (`image_net`) as a service of its own."""
+    return next(part for service in services().values() for part in parts(service) if part.service == model)
 
 
 def priority(service: Service, caller: str) -> int:
@@ -78,7 +84,8 @@ def serving(bench: Bench, names: Sequence[str], *, is_pinned: bool = False) -> I
 def serving_from(root: Path, bench: Bench, *, is_pinned: bool) -> Iterator[Served]:
     """All models of a repository; `is_pinned`: the server to the bench's server core and we to its client core."""
     cpus = [bench.cores.server] if is_pinned else None
-    with EmbeddedServer(root, cpus=cpus, on_progress=bench.say) as server, ExitStack() as stack:
+    probes = build.probe_inputs(PROJECT / "models", root)
+    with EmbeddedServer(root, cpus=cpus, on_progress=bench.say, probe_inputs=probes) as server, ExitStack() as stack:
         # NOTE: after the start, for the server may only be given cores that we have ourselves.
         if is_pinned:
             stack.enter_context(machine.pinned(bench.cores.client))

