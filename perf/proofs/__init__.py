@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf.frame import Bar, Claim
-from perf.proofs import accuracy, batching, demo, efficiency, generated, priorities, stall
+from perf.proofs import accuracy, batching, client, demo, efficiency, generated, image, priorities, stall
 
 CLAIMS = {
     claim.name: claim
@@ -21,6 +21,12 @@ CLAIMS = {
               "priorities that took more than 150 ms", needs_quiet=True),
         Claim("ctr64_efficiency", efficiency.ctr64_efficiency, "of in-process", Bar(">=", 0.75), "rows per CPU second of "
               "served 64-row ctr requests at saturation, against ONNX Runtime alone", needs_quiet=True),
+        Claim("image_efficiency", image.image_efficiency, "of in-process", Bar(">=", 0.9), "rows per CPU second of served one-row "
+              "image_net tensors at saturation, against ONNX Runtime alone", needs_quiet=True),
+        Claim("jpeg_efficiency", image.jpeg_efficiency, "of a plain loop", Bar(">=", 0.85), "photos per CPU second from JPEG "
+              "bytes to labels through the pipeline image, against Pillow and ONNX Runtime in one process", needs_quiet=True),
+        Claim("client_coalescing", client.client_coalescing, "of plain requests", Bar(">=", 2.5), "rows per CPU second of the server "
+              "for one-row ctr calls of 64 callers through tritonpilot.client, against plain tritonclient", needs_quiet=True),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
               "that parse and load with auto-completion off"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "

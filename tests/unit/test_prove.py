@@ -32,6 +32,8 @@ NAMES = [
     "priority_overtakes",
     "stall_pairs",
     "ctr64_efficiency",
+    "image_efficiency",
+    "jpeg_efficiency",
     "strict_config_loads",
     "demo_time",
 ]
