@@ -64,8 +64,11 @@ class Forward:
 
 def model_path(config: Mapping[str, Any], version_folder: Path) -> Path:
     """The file of a version: default_model_filename, or model.pt, or model.pt2. Raises ModelFileError when there is none."""
-    stated = config.get("default_model_filename")
-    candidates = [version_folder / name for name in ([stated] if stated else ["model.pt", "model.pt2"])]
+    stated = (
+        config.get("default_model_filename") or "model.pt"
+    )  # which Triton itself fills in when the config says nothing
+    names = ["model.pt", "model.pt2"] if stated == "model.pt" else [stated]
+    candidates = [version_folder / name for name in names]
     for path in candidates:
         if path.is_file():
             return path
