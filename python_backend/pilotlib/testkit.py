@@ -104,7 +104,7 @@ def in_process(
     `version_folder` holds its files. `infer` stands for the other models of the server. Requests that Triton would refuse
     before a backend sees them are refused with Triton's words.
     """
-    backend_class = _load(backend, version_folder) if isinstance(backend, Path) else backend
+    backend_class = load(backend, version_folder) if isinstance(backend, Path) else backend
     found, _, _ = instance.set_up(
         backend_class,
         config,
@@ -228,7 +228,7 @@ def _tensor(said: Mapping[str, Any]) -> dict[str, Any]:
     return {**said, "data_type": "TYPE_" + ("STRING" if name == "BYTES" else name)}
 
 
-def _load(path: Path, version_folder: Path) -> type[Backend[Any, Any, Any]]:
+def load(path: Path, version_folder: Path) -> type[Backend[Any, Any, Any]]:
     """The backend of a model.py, imported with the version folder on sys.path as Triton's stub does."""
     spec = importlib.util.spec_from_file_location(f"under_test_{abs(hash(path.resolve()))}", path)
     if spec is None or spec.loader is None:

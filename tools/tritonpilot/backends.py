@@ -48,7 +48,9 @@ def signature(backend: str, parameters: Parameters, files: Files, *, is_batched:
 
 def _image_decode(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001  one form for all rows
     size = _number(parameters, "size", 224)
-    return [_Tensor("photo", "BYTES", (1,))], [_Tensor("pixels", "FP32", (3, size, size))]
+    stated = parameters.get("data_type", "FP32")
+    data_type: DataType = "UINT8" if stated == "UINT8" else "FP16" if stated == "FP16" else "FP32"
+    return [_Tensor("photo", "BYTES", (1,))], [_Tensor("pixels", data_type, (3, size, size))]
 
 
 def _labels(parameters: Parameters, files: Files) -> Tensors:
