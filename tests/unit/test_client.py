@@ -304,6 +304,7 @@ def test_regions_of_dead_processes_are_told_from_those_of_living_ones() -> None:
     ("said", "field"),
     [
         ('"photo": row 3 is no image', "photo"),
+        ("in ensemble 'image', \"photo\": row 0 is empty", "photo"),
         ("unexpected shape for input 'dense' for model 'ctr'. Expected [-1,28], got [1,27]", "dense"),
         ("something else", ""),
     ],

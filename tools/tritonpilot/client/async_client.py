@@ -42,7 +42,7 @@ from tritonpilot.tritonserver import CONTROL_HEADER
 DEADLINE_MS = 30_000.0
 CLOSE_GRACE_S = 5.0
 SMALL_CALL_BYTES = 1 << 18  # above that, the stack's share of a call is small, and joining only copies
-SHARED_MEMORY_BYTES = 1 << 19  # measured: docs/client.md
+SHARED_MEMORY_BYTES = 1 << 18  # measured: docs/client.md
 DOUBTFUL_S = 60.0  # a request whose tensors lie in shared memory is waited for that long after its callers left
 LATE_S = 0.005  # a refusal this close to the deadline is the deadline's
 

@@ -9,6 +9,7 @@ Only the client library of the scheme that is used gets imported.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from tritonpilot.client.served import Array
 
 CONNECT_S = 1.0
 CONNECTIONS = 512
+_FIELD = re.compile(r"""(?:^|[,:] )"([^"]+)": |\binput '([^']+)'""")
 # What gRPC itself says under UNAVAILABLE when the connection, not the server, refuses.
 _BROKEN = ("connect", "socket", "goaway", "recvmsg", "sendmsg", "tcp", "dns", "ping timeout", "transport", "reset")
 
@@ -66,6 +68,8 @@ class Answer:
 class Transport:
     """A connection (or several) to one server. Every method raises a CallError; of the event loop that made it."""
 
+    _headers: Mapping[str, str] = {}
+
     def __init__(self, endpoint: Endpoint, library: Any, client: Any, control_headers: Mapping[str, str]) -> None:
         self._url = endpoint.url
         self._library = library
@@ -91,6 +95,7 @@ class Transport:
                 outputs=outputs,
                 priority=request.priority,
                 timeout=request.timeout_us or None,
+                headers=dict(self._headers),
             )
         )
         return _answer(request, result)
@@ -142,6 +147,9 @@ async def reach(endpoint: Endpoint) -> None:
 
 
 class _Http(Transport):
+    # aiohttp asks for compressed answers by default, and Triton then compresses: 62 ms instead of 3 for 1 MiB of floats.
+    _headers: Mapping[str, str] = {"Accept-Encoding": "identity"}
+
     def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None) -> None:
         import aiohttp
         import tritonclient.http.aio as library
@@ -260,8 +268,6 @@ def _error(url: str, said: str, status: str) -> CallError:
 
 
 def _field(said: str) -> str:
-    """The input that a backend of ours names first, as in `"photo": row 3 is no image`, or Triton as in `input 'x'`."""
-    if said.startswith('"'):
-        return said[1:].partition('"')[0]
-    before, _, rest = said.partition("input '")
-    return rest.partition("'")[0] if rest and before else ""
+    """The input that a backend of ours names, as in `in ensemble 'x', "photo": row 3 is no image`, or Triton as `input 'x'`."""
+    found = _FIELD.search(said)
+    return (found[1] or found[2]) if found else ""
