@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pilotlib.tensors import DTYPES_BY_CONFIG, STRING
 ENDPOINT_VARIABLE = "PILOT_HTTP_ENDPOINT"  # host:port, when the command line of the server does not tell
 TIMEOUT_S = 1.0
 MAX_ANSWER_BYTES = 1 << 20
+CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,19 @@ def post(endpoint: tuple[str, int], request: bytes) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> str:
-    """Read the answer's body and close the connection. Raises OSError when the server is away."""
+    """Read the answer's body and close the connection. Raises OSError when the server is away.
+
+    It ends where its Content-Length says: the end of the connection can be seconds away. A stub that tritonserver forks
+    while the connection is open inherits it, so that it stays open when tritonserver has closed it.
+    """
     with contextlib.closing(connection):
         received = b""
-        while len(received) < MAX_ANSWER_BYTES and (part := connection.recv(1 << 16)):
+        while len(received) < MAX_ANSWER_BYTES and not _is_whole(received) and (part := connection.recv(1 << 16)):
             received += part
     return received.partition(b"\r\n\r\n")[2].decode(errors="replace")
+
+
+def _is_whole(received: bytes) -> bool:
+    head, end, body = received.partition(b"\r\n\r\n")
+    length = CONTENT_LENGTH.search(head) if end else None
+    return length is not None and len(body) >= int(length[1])

@@ -9,6 +9,9 @@ the queue at once: it is never executed, and its arrival wakes the batcher.
 
 `began` and `ended` are on the hot path: a counter, and a bell that is rung only while the thread sleeps. Without traffic
 the thread sleeps without polling.
+
+One queue it cannot reach: that of a copy which retires because a new version was loaded. Triton no longer finds a retiring
+version, so the last executions that its queue holds may each wait 500 ms.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 WAKE_ID = "pilot-wake"  # request_id by which `execute` knows a wake that was not rejected in the queue
 WAKE_ANSWER = "a wake request is never executed"  # what `execute` answers to it
 EXPIRED = "timeout expired"  # what Triton's core answers to a request that was rejected in the queue for its age
+NOT_READY = "is not at ready state"  # what it answers before a version serves and when it retires
 WAIT_MAX_S = 0.016  # wakes wait 1, 2, 4, 8, 16, 16 ... ms for each other
 WAKES_MAX = 36  # on their way at once: then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
@@ -173,7 +177,8 @@ class Waker:
                     raise WakeError(answers[0])
             self._failures = 0
         except (OSError, WakeError) as error:
-            self._back_off(error)
+            if NOT_READY not in str(error):  # this copy is starting or retiring
+                self._back_off(error)
         finally:
             for connection in waiting:
                 connection.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import urllib.request
@@ -445,6 +446,45 @@ def test_unload_and_reload_while_waking_under_load(
     assert max(pairs(waker_client, "woken", 3)) < 400
     assert failures == []
     assert one_core.is_alive()
+
+
+def test_a_new_version_answers_as_fast_as_the_old_one_under_load(
+    server: EmbeddedServer, client: tritonclient.grpc.InferenceServerClient
+) -> None:
+    identity(server.repository / "renewed" / "1" / "model.onnx", ("batch", 4))
+    levels = PRIORITIES % REJECTING.replace("3600000000", "5000000")
+    configure(server.repository, "renewed", f"max_batch_size: 8\n{levels}")
+    server.load("renewed")
+    answered: list[tuple[float, str, float]] = []  # when, by which version, after how many seconds
+    is_done = threading.Event()
+
+    def press(priority: int) -> None:
+        array = np.ones((1, 4), np.float32)
+        while not is_done.is_set():
+            start = time.monotonic()
+            version = client.infer("renewed", [tensor(array)], priority=priority).get_response().model_version
+            answered.append((time.monotonic(), version, time.monotonic() - start))
+
+    def rate(start: float, stop: float) -> float:
+        return sum(start < when < stop for when, _, _ in answered) / (stop - start)
+
+    with ThreadPoolExecutor(6) as threads:
+        pressing = [threads.submit(press, 1 + number % 2) for number in range(6)]
+        began = time.monotonic()
+        while time.monotonic() < began + 1:
+            is_done.wait(0.1)
+        before = rate(began, time.monotonic())
+        for version in ("2", "3", "4"):
+            shutil.copytree(server.repository / "renewed" / "1", server.repository / "renewed" / version)
+            server.load("renewed")
+            loaded = time.monotonic()
+            while time.monotonic() < loaded + 1:
+                is_done.wait(0.1)
+            assert rate(loaded, loaded + 1) > before / 10
+            assert {by for when, by, _ in answered if when > loaded + 0.6} == {version}
+        is_done.set()
+        for each in pressing:
+            each.result()
 
 
 def test_wakes_are_counted(one_core: EmbeddedServer) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
-from pilotlib.loopback import Zeros, http_endpoint, wake_request, zeros
+from pilotlib.loopback import Zeros, answer, http_endpoint, wake_request, zeros
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,19 @@ def test_zeros_are_the_smallest_valid_request() -> None:
     }
     assert zeros(config) == [Zeros("dense", "FP32", (1, 28), 112), Zeros("text", "BYTES", (1, 1, 2), 8)]
     assert zeros({**config, "max_batch_size": 0})[0].shape == (28,)
+
+
+def test_an_answer_ends_with_its_length_though_the_connection_stays_open() -> None:
+    here, there = socket.socketpair()
+    here.settimeout(5)
+    with there:  # as when a stub that is being forked has inherited the server's end
+        there.sendall(b'HTTP/1.1 400 Bad Request\r\nContent-Length: 11\r\nConnection: close\r\n\r\n{"error":1}')
+        assert answer(here) == '{"error":1}'
+
+
+def test_an_answer_without_length_ends_with_its_connection() -> None:
+    here, there = socket.socketpair()
+    here.settimeout(5)
+    with there:
+        there.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\nnot now")
+    assert answer(here) == "not now"
