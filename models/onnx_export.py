@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +28,13 @@ CHECKED_BATCHES = (1, 7, 64)
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
-def write_onnx(module: nn.Module, example: Arrays, output: str, path: Path) -> None:
-    """Export `module` with weights inside and a free first dimension named "batch".
+def write_onnx(module: nn.Module, example: Arrays, output: str, path: Path, free: Sequence[str] = ("batch",)) -> None:
+    """Export `module` with weights inside and free first dimensions, named by `free`.
 
-    `example` holds one array per input in the order of the module's arguments, with a batch of two or more rows.
+    `example` holds one array per input in the order of the module's arguments; its free dimensions are two or more.
     The bytes depend on the weights and on the versions of torch, onnx and onnxscript only.
     """
-    batch = torch.export.Dim("batch")
+    dims = {place: torch.export.Dim(name) for place, name in enumerate(free)}
     # The exporter logs about operators of packages that are not installed, and warns of its own deprecated calls
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -44,7 +44,7 @@ def write_onnx(module: nn.Module, example: Arrays, output: str, path: Path) -> N
             tuple(torch.from_numpy(np.array(array)) for array in example.values()),
             input_names=list(example),
             output_names=[output],
-            dynamic_shapes=tuple({0: batch} for _ in example),
+            dynamic_shapes=tuple(dims for _ in example),
             opset_version=OPSET,
             dynamo=True,
             verbose=False,

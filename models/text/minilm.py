@@ -1,0 +1,117 @@
+"""The network behind the sentence embeddings: BERT with six layers of 384 (MiniLM), pooled and normalised, in plain torch.
+
+    network = SentenceEncoder.load(path)                     # the published model.safetensors
+    network(input_ids, attention_mask)                       # INT64[b,s] twice -> sentence_embedding FP32[b,384]
+
+Sizes and weights: sentence-transformers/all-MiniLM-L6-v2 (config.json, 1_Pooling, 2_Normalize). The graph is written for ONNX
+Runtime on the CPU, with standard operators only; together a quarter faster than the usual one (16 texts of 32 tokens, one core):
+tokens of all texts are one matrix, so that a linear layer is one Gemm with its bias; that also keeps ONNX Runtime from fusing
+residual and normalisation into its SkipLayerNormalization, whose CPU kernel takes three times as long as the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+WORDS, POSITIONS, WIDTH, LAYERS, HEADS, INNER = 30522, 512, 384, 6, 12, 1536
+HEAD_WIDTH = WIDTH // HEADS
+LAYER_NORM_EPSILON = 1e-12
+MASKED = -1e9  # exp() of it is 0 exactly, so padding never moves an answer
+POOLING_EPSILON = 1e-9  # as sentence-transformers divides by the number of tokens
+NORM_EPSILON = 1e-12  # as torch.nn.functional.normalize
+
+
+class SentenceEncoder(nn.Module):
+    """INT64[b,s] token ids and mask -> FP32[b,384] of length 1; rows that are masked throughout become zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(POSITIONS, WIDTH))  # with the one token type that a single text has
+        self.norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.to(torch.float32)
+        added = ((1.0 - mask) * MASKED)[:, None, None, :]
+        rows, tokens = input_ids.shape
+        states = self.norm((self.words(input_ids) + self.positions[:tokens]).reshape(-1, WIDTH))
+        for layer in self.layers:
+            states = layer(states, added)
+        weights = mask[:, :, None]
+        total = (states.reshape(rows, tokens, WIDTH) * weights).sum(1)
+        mean = total / weights.sum(1).clamp(min=POOLING_EPSILON)
+        length = (mean * mean).sum(1, keepdim=True).sqrt()
+        embedding: Tensor = mean / length.clamp(min=NORM_EPSILON)
+        return embedding
+
+    @classmethod
+    def load(cls, weights: Path) -> SentenceEncoder:
+        """The network with the weights of a BERT in safetensors form."""
+        network = cls()
+        network.load_state_dict(_renamed(load_file(weights)))
+        return network.eval()
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each followed by its residual and layer normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)  # with the scale 1/sqrt(HEAD_WIDTH) in its weights
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+        self.last_norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
+
+    def forward(self, states: Tensor, added: Tensor) -> Tensor:
+        """FP32[b*s,384] of all tokens, and what is added to the scores, FP32[b,1,1,s] -> FP32[b*s,384]."""
+        heads = (added.shape[0], added.shape[3], HEADS, HEAD_WIDTH)
+        query = self.query(states).reshape(heads).transpose(1, 2)
+        key = self.key(states).reshape(heads).permute(0, 2, 3, 1)
+        value = self.value(states).reshape(heads).transpose(1, 2)
+        shares = torch.softmax(query @ key + added, -1)
+        attended = (shares @ value).transpose(1, 2).reshape(-1, WIDTH)
+        states = self.norm(states + self.mix(attended))
+        inner = self.up(states)
+        # The exact GELU in the order that ONNX Runtime takes for its own: torch's export of `gelu` it computes in five passes.
+        inner = inner * (torch.erf(inner / 2**0.5) + 1.0) * 0.5
+        last: Tensor = self.last_norm(states + self.down(inner))
+        return last
+
+
+def _renamed(bert: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The published weights under our names."""
+    found = {
+        "words.weight": bert["embeddings.word_embeddings.weight"],
+        "positions": bert["embeddings.position_embeddings.weight"] + bert["embeddings.token_type_embeddings.weight"][0],
+    }
+    modules = {"norm": "embeddings.LayerNorm"}
+    for layer in range(LAYERS):
+        for ours, theirs in LAYER_NAMES.items():
+            modules[f"layers.{layer}.{ours}"] = f"encoder.layer.{layer}.{theirs}"
+    for our, their in modules.items():
+        scale = HEAD_WIDTH**-0.5 if our.endswith("query") else 1.0
+        for kind in ("weight", "bias"):
+            found[f"{our}.{kind}"] = bert[f"{their}.{kind}"] * scale
+    return found
+
+
+LAYER_NAMES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "mix": "attention.output.dense",
+    "norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "last_norm": "output.LayerNorm",
+}
