@@ -8,6 +8,7 @@ scored stay.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import cv2
 import numpy as np
 
 from pilotlib import config_tensors
@@ -52,6 +53,7 @@ class TextBoxes(Backend[Parameters, Array, Rows]):
             },
             may_lack=("boxes", "scores", "count"),
         )
+        cv2.setNumThreads(1)  # a model's instances share the cores; OpenCV would start as many threads as there are
         self._is_batched = context.config.get("max_batch_size", 0) > 0
 
     def decode(self, inputs: Mapping[str, Array]) -> Array:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cv2
 import numpy as np
 from PIL import Image
 
@@ -72,6 +73,7 @@ class Ocr(Backend[Parameters, list[Pixels], list[PageText] | InferError]):
         )
         # max_pixels counts here, and is checked before decoding; Pillow's own limit would make it a lie above 179 million.
         Image.MAX_IMAGE_PIXELS = None
+        cv2.setNumThreads(1)  # the networks have the cores; OpenCV would start as many threads as there are
         self._is_batched = context.config.get("max_batch_size", 0) > 0
         self._max_pixels, self._max_bytes = asked.max_pixels, asked.max_bytes
         rules = ReadingRules(
