@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf.frame import Bar, Claim
-from perf.proofs import accuracy, batching, client, demo, efficiency, generated, image, priorities, stall
+from perf.proofs import accuracy, batching, client, demo, efficiency, generated, image, priorities, stall, transports
 
 CLAIMS = {
     claim.name: claim
@@ -25,8 +25,10 @@ CLAIMS = {
               "image_net tensors at saturation, against ONNX Runtime alone", needs_quiet=True),
         Claim("jpeg_efficiency", image.jpeg_efficiency, "of a plain loop", Bar(">=", 0.85), "photos per CPU second from JPEG "
               "bytes to labels through the pipeline image, against Pillow and ONNX Runtime in one process", needs_quiet=True),
-        Claim("client_coalescing", client.client_coalescing, "of plain requests", Bar(">=", 2.5), "rows per CPU second of the server "
-              "for one-row ctr calls of 64 callers through tritonpilot.client, against plain tritonclient", needs_quiet=True),
+        Claim("client_coalescing", client.client_coalescing, "of plain requests", Bar(">=", 2.5), "rows per CPU second of the "
+              "server for one-row ctr calls of 64 callers through tritonpilot.client, against tritonclient", needs_quiet=True),
+        Claim("transports_agree", transports.transports_agree, "max abs difference", Bar("<=", 0), "the same requests to every "
+              "example service by HTTP JSON, HTTP binary, gRPC, shared memory and the client"),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
               "that parse and load with auto-completion off"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "

@@ -10,6 +10,7 @@ remains in the server is named by process, and the next client on this machine u
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -35,6 +36,8 @@ SMALLEST = 1 << 16
 FREE_BYTES = 256 << 20  # kept registered for the next requests
 DOUBTFUL_BYTES = 1 << 30
 DOUBTFUL_S = 60.0
+RELEASE_S = 2.0
+RELEASE_POLL_S = 0.01
 PAUSE_S = 60.0  # after a refusal, until shared memory is tried again
 
 
@@ -251,8 +254,16 @@ class Regions:
             await self._give_back(region)
 
     async def _give_back(self, region: Region) -> None:
-        with contextlib.suppress(CallError):  # the server is gone, or does not know it any more
-            await region.unregister(self._transport)
+        """Unregister and unmap. Triton refuses while a request holds the region, which it does until after its answer."""
+        until = time.monotonic() + RELEASE_S
+        while True:
+            try:
+                await region.unregister(self._transport)
+            except CallError as error:
+                if "in use" in str(error) and time.monotonic() < until:
+                    await asyncio.sleep(RELEASE_POLL_S)
+                    continue
+            break  # done; or the server is gone, or does not know it any more
         region.close()
 
     async def _sweep(self) -> None:
