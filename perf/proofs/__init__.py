@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from perf.frame import Bar, Claim
-from perf.proofs import accuracy, batching, client, demo, efficiency, generated, image, priorities, stall, transports
+from perf.proofs import (
+    accuracy,
+    batching,
+    client,
+    demo,
+    efficiency,
+    generated,
+    image,
+    ocr,
+    priorities,
+    stall,
+    transports,
+)
 
 CLAIMS = {
     claim.name: claim
@@ -11,6 +23,8 @@ CLAIMS = {
         Claim("ctr_auc", accuracy.ctr_auc, "AUC", Bar(">=", 0.74), "AUC of served ctr answers on the temporal test split"),
         Claim("image_top1", accuracy.image_top1, "of 20 photos", Bar(">=", 17), "labelled photos that image names first, sent as "
               "JPEG bytes over gRPC and HTTP"),
+        Claim("ocr_lines", ocr.ocr_lines, "of lines", Bar(">=", 1), "share of 31 known lines on three pages that ocr reads within "
+              "the documented tolerance, over gRPC and HTTP"),
         Claim("served_equals_inprocess", accuracy.served_equals_inprocess, "max abs difference", Bar("<=", 1e-5),
               "served answers against in-process ONNX Runtime, at fixed and mixed sizes in flight"),
         Claim("mean_batch", batching.mean_batch, "rows", Bar(">", 4), "mean executed batch of 1000 one-row ctr requests, "
