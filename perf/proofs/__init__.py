@@ -7,6 +7,7 @@ from perf.proofs import (
     accuracy,
     batching,
     client,
+    conformance,
     demo,
     efficiency,
     generated,
@@ -43,6 +44,8 @@ CLAIMS = {
               "server for one-row ctr calls of 64 callers through tritonpilot.client, against tritonclient", needs_quiet=True),
         Claim("transports_agree", transports.transports_agree, "max abs difference", Bar("<=", 0), "the same requests to every "
               "example service by HTTP JSON, HTTP binary, gRPC, shared memory and the client"),
+        Claim("onnx_conformance", conformance.onnx_conformance, "of cases", Bar(">=", 1), "share of at least 300 of ONNX's own "
+              "conformance cases right in process that the onnxruntime stand-in answers as expected in the real Triton"),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
               "that parse and load with auto-completion off"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "

@@ -65,7 +65,8 @@ class TritonPythonModel:
         self._input_names = [each.name for each in self._inputs]
         self._needs_decoding = any(each.dtype is BF16 or each.dtype is STRING for each in self._inputs)
         self._has_optional = any(each.is_optional for each in self._inputs)
-        self._scalar_inputs = {spec.name for spec in session.signature.inputs if not spec.dims}
+        known = session.signature.inputs + session.signature.optional
+        self._scalar_inputs = {spec.name for spec in known if not spec.dims}
         self._is_grouped = any(-1 in each.dims for each in self._inputs)
         outputs = config["output"]
         self._output_names = tuple(entry["name"] for entry in outputs)
@@ -134,7 +135,7 @@ class TritonPythonModel:
             tensors = request.inputs()
             inputs = {each.name: each for each in self._inputs}
             feeds = {tensor.name(): inputs[tensor.name()].read(tensor) for tensor in tensors}
-            for name in self._scalar_inputs:
+            for name in self._scalar_inputs & feeds.keys():
                 feeds[name] = feeds[name].reshape(())
             names = self._wanted(request)
             outputs = self._session.run(names, feeds)

@@ -90,7 +90,8 @@ def check(config: Mapping[str, Any], signature: Signature) -> None:
 
 
 def _entry(spec: TensorSpec, has_batch_dimension: bool) -> dict[str, Any]:
-    dims = list(spec.dims[1:] if has_batch_dimension else spec.dims)
+    # Triton's config has no dim of 0: what a model says is always empty is told as dynamic.
+    dims = [dim or -1 for dim in (spec.dims[1:] if has_batch_dimension else spec.dims)]
     entry: dict[str, Any] = {"name": spec.name, "data_type": spec.dtype.config, "dims": dims or [1]}
     if not dims and has_batch_dimension:
         entry["reshape"] = {"shape": []}  # Triton knows no empty dims: one value per row is [1] outside, [] inside
@@ -124,8 +125,9 @@ def _dims_faults(kind: str, entry: Mapping[str, Any], spec: TensorSpec, has_batc
     else:
         have = list(spec.dims[1:] if has_batch else spec.dims)
         # As Triton's C++ backend: a dynamic dim of the model takes any config for inputs, only -1 for outputs.
+        # It knows no dim of 0, which is -1 there.
         fits = len(said) == len(have) and all(
-            s == h or (h == -1 and not exact) for s, h in zip(said, have, strict=True)
+            s == h or (h == -1 and not exact) or (h == 0 and s == -1) for s, h in zip(said, have, strict=True)
         )
     if fits:
         return []

@@ -99,3 +99,11 @@ def test_a_contradiction_names_the_field_and_both_sides(change: dict[str, Any], 
 def test_sequence_controls_count_as_inputs() -> None:
     two = Signature((*BATCHED.inputs, TensorSpec("START", FP32, (-1, 1))), BATCHED.outputs)
     check(config(sequence_batching={"control_input": [{"name": "START"}]}), two)
+
+
+def test_an_always_empty_dim_is_written_as_dynamic() -> None:
+    empty = Signature((TensorSpec("x", FP32, (3, 0)),), (TensorSpec("y", FP32, (3, 0)),))
+    said: dict[str, Any] = {"max_batch_size": 0}
+    complete(said, empty)
+    assert said["input"][0]["dims"] == said["output"][0]["dims"] == [3, -1]
+    check(said, empty)
