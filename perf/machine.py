@@ -115,16 +115,7 @@ def sample(core_list: Sequence[int]) -> Sample:
 def tree_cpu_s(root: int) -> float:
     """CPU seconds of a process and all its descendants, those that ended and were waited for included."""
     stats = _process_stats()
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in stats.items():
-        children.setdefault(parent, []).append(pid)
-    total, pending = 0.0, [root]
-    while pending:
-        pid = pending.pop()
-        if pid in stats:
-            total += stats[pid][1]
-            pending += children.get(pid, [])
-    return total
+    return sum(stats[pid][1] for pid in _tree(root, stats))
 
 
 def stub_cpu_s(server: int) -> dict[str, float]:
@@ -142,6 +133,11 @@ def stub_cpu_s(server: int) -> dict[str, float]:
         name = re.sub(r"_\d+_\d+$", "", instance)
         found[name] = found.get(name, 0.0) + seconds
     return found
+
+
+def tree_pids(root: int) -> list[int]:
+    """A process and all its descendants that live now."""
+    return _tree(root, _process_stats())
 
 
 def process_cpu_s(pid: int) -> float:
@@ -174,6 +170,19 @@ def _pin_threads(each: Mapping[int, set[int]], otherwise: set[int]) -> dict[int,
             before[tid] = os.sched_getaffinity(tid)
             os.sched_setaffinity(tid, each.get(tid, otherwise))
     return before
+
+
+def _tree(root: int, stats: Mapping[int, tuple[int, float]]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in stats.items():
+        children.setdefault(parent, []).append(pid)
+    found, pending = [], [root]
+    while pending:
+        pid = pending.pop()
+        if pid in stats:
+            found.append(pid)
+            pending += children.get(pid, [])
+    return found
 
 
 def _process_stats() -> Mapping[int, tuple[int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from perf.frame import Bar, Claim
 from perf.proofs import (
     accuracy,
+    bad_inputs,
     batching,
     client,
     conformance,
@@ -12,6 +13,7 @@ from perf.proofs import (
     efficiency,
     generated,
     image,
+    memory,
     ocr,
     priorities,
     stall,
@@ -46,6 +48,10 @@ CLAIMS = {
               "example service by HTTP JSON, HTTP binary, gRPC, shared memory and the client"),
         Claim("onnx_conformance", conformance.onnx_conformance, "of cases", Bar(">=", 1), "share of at least 300 of ONNX's own "
               "conformance cases right in process that the onnxruntime stand-in answers as expected in the real Triton"),
+        Claim("memory_flat", memory.memory_flat, "MB per 100,000 requests", Bar("<", 1), "largest growth of resident memory, of "
+              "tritonserver and of every stub, under 200,000 mixed requests through each backend"),
+        Claim("bad_inputs_isolated", bad_inputs.bad_inputs_isolated, "cases", Bar("<=", 0), "bad requests to any example model "
+              "after which something crashed, a good request beside it suffered, or the error named no field"),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
               "that parse and load with auto-completion off"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
