@@ -1,0 +1,128 @@
+"""Does anything grow with requests? Every backend of ours under hundreds of thousands of mixed requests, some of them bad."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perf import memory, small_models
+from perf.frame import PROJECT, Bench, Outcome
+from perf.mixed_load import MixedLoad, Stream
+from perf.small_models import SmallModel
+from tritonpilot.errors import MeasurementError
+from tritonpilot.server import EmbeddedServer
+
+TOTAL = 200_000  # requests of each model
+QUICK_TOTAL = 10_000
+TICK_S = 5.0
+QUICK_TICK_S = 0.5
+FRONT = "tritonserver"
+
+
+@dataclass
+class Watched:
+    """One process: what it had done, and its memory then."""
+
+    pid: int
+    streams: tuple[Stream, ...]  # whose requests reach it
+    requests: list[int] = field(default_factory=list)
+    rss_mb: list[float] = field(default_factory=list)
+    anonymous_mb: list[float] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Take a sample, if there were requests since the last."""
+        done = sum(stream.done for stream in self.streams)
+        if self.requests and done == self.requests[-1]:
+            return
+        found = memory.of_process(self.pid)
+        self.requests.append(done)
+        self.rss_mb.append(found.rss_mb)
+        self.anonymous_mb.append(found.anonymous_mb)
+
+
+def memory_flat(bench: Bench) -> Outcome:
+    """The largest growth of resident memory among tritonserver and all stubs, MB per 100,000 requests that reach the process.
+
+    Over the later half of its requests: what the first ones allocate, they allocate once. Resident memory is all that counts
+    as RSS, shared memory with Triton included.
+    """
+    total = QUICK_TOTAL if bench.quick else TOTAL
+    with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
+        root = Path(folder, "model_repository")
+        root.mkdir()
+        models = small_models.write(root)
+        _check_all_backends_are_there(models)
+        probes = {model.name: model.probe for model in models if model.probe is not None}
+        with EmbeddedServer(root, on_progress=bench.say, probe_inputs=probes, startup_timeout_s=600) as server:
+            streams = [Stream(m.name, m.requests, m.callers, total) for m in models if m.requests]
+            watched = _watched(server.pid, models, streams)
+            regions_mb: list[float] = []
+            began = time.monotonic()
+
+            def look() -> None:
+                server.check_alive()
+                for each in watched.values():
+                    each.look()
+                regions_mb.append(sum(memory.own_regions().values()))
+                bench.say(
+                    f"{sum(s.done for s in streams)} requests, {watched[FRONT].rss_mb[-1]:.0f} MB in tritonserver"
+                )
+
+            with MixedLoad(server.endpoints.http, streams) as load:
+                load.run(look, QUICK_TICK_S if bench.quick else TICK_S)
+            took_s = time.monotonic() - began
+            if not memory.own_regions():
+                raise MeasurementError(
+                    "The server's shared memory was not found in /dev/shm, so that nothing can be said of its end. Nothing "
+                    "is reported. Look how the server names it."
+                )
+    left = sorted(memory.own_regions())
+    slopes = {name: memory.slope(each.requests, each.rss_mb) for name, each in watched.items()}
+    return Outcome(
+        max(slopes.values()),
+        spread=max(slopes.values()) - min(slopes.values()),
+        rounds=1,
+        ok=not left,
+        details={
+            "requests": sum(stream.done for stream in streams),
+            "refused": sum(stream.refused for stream in streams),
+            "seconds": round(took_s),
+            "shared_memory_left": left,
+            "shared_memory_mb": [round(regions_mb[0], 1), round(max(regions_mb), 1), round(regions_mb[-1], 1)],
+            "rss_mb_per_100000": {name: round(value, 3) for name, value in slopes.items()},
+            "anonymous_mb_per_100000": {
+                name: round(memory.slope(each.requests, each.anonymous_mb), 3) for name, each in watched.items()
+            },
+            "rss_mb": {name: [round(each.rss_mb[0], 1), round(each.rss_mb[-1], 1)] for name, each in watched.items()},
+            "samples": {name: len(each.requests) for name, each in watched.items()},
+        },
+    )
+
+
+def _watched(server: int, models: list[SmallModel], streams: list[Stream]) -> dict[str, Watched]:
+    by_model: Mapping[str, Stream] = {stream.model: stream for stream in streams}
+    follows = {model.name: model.follows or model.name for model in models}
+    found = {FRONT: Watched(server, tuple(streams))}
+    for instance, pid in sorted(memory.stubs(server).items()):
+        model = memory.model_of(instance)
+        found[model] = Watched(pid, (by_model[follows[model]],))
+    absent = sorted(set(follows) - set(found))
+    if absent:
+        raise MeasurementError(
+            f"The stub of {absent[0]} was not found among the processes of tritonserver. Nothing is reported. Look how Triton "
+            "names its stubs."
+        )
+    return found
+
+
+def _check_all_backends_are_there(models: list[SmallModel]) -> None:
+    have = {path.parent.name for path in (PROJECT / "python_backend").glob("*/model.py")}
+    absent = sorted(have - {model.backend for model in models})
+    if absent:
+        raise MeasurementError(
+            f"No model of this proof runs in the backend {absent[0]}. Nothing is reported. Give it a row in "
+            "perf/small_models.py."
+        )
