@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +97,12 @@ def test_switches_are_thrown_in_this_process() -> None:
         torch.set_num_threads(before[0])
         torch._C._set_graph_executor_optimize(before[1])
         torch.backends.cudnn.enabled = before[2]
+
+
+OWN = "PyTorch's"
+
+
+def test_the_documentation_lists_every_parameter_as_it_is() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
+    for row in table(TorchParameters):
+        assert f"| `{row.name}` | {row.default or OWN} | {row.meaning} |" in text
