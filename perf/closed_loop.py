@@ -24,13 +24,19 @@ TIMEOUT_S = 30.0
 
 
 class ClosedLoop:
-    """`callers` connections; each sends the next of the encoded batches as soon as it has its answer."""
+    """`callers` connections; each sends the next of the encoded batches as soon as it has its answer. Priority 0: the default."""
 
     def __init__(
-        self, http_url: str, model: str, batches: Sequence[Mapping[str, npt.NDArray[Any]]], callers: int
+        self,
+        http_url: str,
+        model: str,
+        batches: Sequence[Mapping[str, npt.NDArray[Any]]],
+        callers: int,
+        *,
+        priority: int = 0,
     ) -> None:
         self._path = f"/v2/models/{model}/infer"
-        self._bodies = [_encoded(batch) for batch in batches]
+        self._bodies = [_encoded(batch, priority) for batch in batches]
         self._connections = [http.client.HTTPConnection(http_url, timeout=TIMEOUT_S) for _ in range(callers)]
         self._threads = ThreadPoolExecutor(callers)
 
@@ -74,12 +80,12 @@ class ClosedLoop:
         return answered
 
 
-def _encoded(batch: Mapping[str, npt.NDArray[Any]]) -> tuple[bytes, str, int]:
+def _encoded(batch: Mapping[str, npt.NDArray[Any]], priority: int) -> tuple[bytes, str, int]:
     """(body, length of its JSON part, rows) of a binary inference request."""
     inputs = []
     for name, array in batch.items():
         tensor = httpclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
-    body, json_bytes = httpclient.InferenceServerClient.generate_request_body(inputs)
+    body, json_bytes = httpclient.InferenceServerClient.generate_request_body(inputs, priority=priority)
     return bytes(body), str(json_bytes), len(next(iter(batch.values())))

@@ -13,7 +13,7 @@ from perf.closed_loop import ClosedLoop
 from perf.efficiency import against_alone
 from perf.frame import Bench, Outcome
 from perf.inprocess import InProcess, run_tensors
-from perf.subjects import Arrays, cut, model_file, part, sample_rows, serving
+from perf.subjects import Arrays, cut, model_file, part, priority, sample_rows, serving
 
 CALLERS = 8
 TURN_S = 0.5  # some 50 photos
@@ -47,7 +47,9 @@ def _efficiency(bench: Bench, model: str, rows: Arrays, work: Any) -> Outcome:
     with (
         serving(bench, ["image"], is_pinned=True) as served,
         InProcess(model_file(part("image_net")), bench.cores.server, work) as alone,
-        ClosedLoop(served.server.endpoints.http, model, batches, CALLERS) as callers,
+        ClosedLoop(
+            served.server.endpoints.http, model, batches, CALLERS, priority=priority(part("image"), "batch")
+        ) as callers,
     ):
         alone.prepare(batches)
         return against_alone(bench, served.server, callers, alone, rows_per_request=1, turn_s=TURN_S)
