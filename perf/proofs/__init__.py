@@ -17,6 +17,7 @@ from perf.proofs import (
     ocr,
     priorities,
     stall,
+    text,
     transports,
 )
 
@@ -42,6 +43,10 @@ CLAIMS = {
               "image_net tensors at saturation, against ONNX Runtime alone", needs_quiet=True),
         Claim("jpeg_efficiency", image.jpeg_efficiency, "of a plain loop", Bar(">=", 0.85), "photos per CPU second from JPEG "
               "bytes to labels through the pipeline image, against Pillow and ONNX Runtime in one process", needs_quiet=True),
+        Claim("text_batch_mates", text.text_batch_mates, "max abs difference", Bar("<=", 1e-5), "served embeddings of texts in "
+              "mixed batches in flight, against each text alone through tokenizers and ONNX Runtime in process"),
+        Claim("text_efficiency", text.text_efficiency, "of in-process", Bar(">=", 0.9), "texts per CPU second from strings through "
+              "the pipeline text, 16 a request, against tokenizers and ONNX Runtime in one process", needs_quiet=True),
         Claim("client_coalescing", client.client_coalescing, "of plain requests", Bar(">=", 2.5), "rows per CPU second of the "
               "server for one-row ctr calls of 64 callers through tritonpilot.client, against tritonclient", needs_quiet=True),
         Claim("transports_agree", transports.transports_agree, "max abs difference", Bar("<=", 0), "the same requests to every "
