@@ -1,8 +1,9 @@
-"""Raw columns to the tensors that a model takes: hashing, buckets, vocabularies, missing values, standardisation.
+"""Backend "table": raw columns as the tensors that a model takes, with the columns that its training script fitted.
 
-Input `numbers` FP32[n] (NaN = missing) and `texts` BYTES[m] (empty = missing); output `dense` FP32[N] and `categorical`
-INT64[M]. One without columns is left out of the config. The columns, in their order, stand in a file that the training
-script fitted (docs/tables.md).
+`numbers` FP32[n] (NaN = missing) and `texts` BYTES[m] (empty = missing) -> `dense` FP32[N] and `categorical` INT64[M]; what has no
+columns is left out. Clipping, log1p, standardisation, buckets, vocabularies, hashing (pilotlib.table, docs/tables.md).
+A row with infinity, with text that is not UTF-8, or without what a column insists on, gets its request an error that names row
+and column.
 """
 
 from dataclasses import dataclass
