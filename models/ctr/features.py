@@ -4,16 +4,20 @@
     dense, categorical = history.row(user, item, timestamp)      # before the answer is known
     history.observe(Event(user, item, rating, timestamp))        # after it is
 
+    snapshot = Snapshot(history, vocabulary, end)                # what serving loads: snapshot.to_json() in a file
+    inputs = snapshot.encode([(user, item, timestamp)])
+
 A row is computed from the catalogue and from the events observed so far, nothing else: what has not been observed
 cannot leak. `replay` keeps the order, and observes events of one second only after all rows of that second are made.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import datetime, timezone
 from itertools import groupby
 
@@ -246,6 +250,65 @@ class Vocabulary:
         """INT64[n,8] indices of n rows of keys."""
         indices = [[table.get(key, 0) for table, key in zip(self.tables, row, strict=True)] for row in rows]
         return np.array(indices, dtype=np.int64).reshape(len(rows), len(CATEGORICAL))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that rows are made from at one moment: counters, catalogue and vocabulary. Nothing in it grows when it is asked."""
+
+    history: History
+    vocabulary: Vocabulary
+    end: int
+    """Time of the latest event observed, in seconds since 1970. Rows of an earlier time would know their own future."""
+
+    def encode(self, requests: Sequence[tuple[str, str, int]]) -> dict[str, npt.NDArray[np.generic]]:
+        """{"dense": FP32[n,28], "categorical": INT64[n,8]} of n requests (user, item, timestamp). Unknown ids are allowed."""
+        rows = [self.history.row(user, item, timestamp) for user, item, timestamp in requests]
+        dense = np.array([values for values, _ in rows], dtype=np.float32).reshape(len(rows), len(DENSE))
+        return {"dense": dense, "categorical": self.vocabulary.encode([keys for _, keys in rows])}
+
+    def to_json(self) -> str:
+        """A text that `from_json` makes the same snapshot of, to the last bit. About 90 bytes a counter."""
+        catalogue = self.history.catalogue
+        content = {
+            "format": SNAPSHOT_FORMAT,
+            "end": self.end,
+            "users": {key: astuple(user) for key, user in catalogue.users.items()},
+            "items": {key: astuple(item) for key, item in catalogue.items.items()},
+            "everything": astuple(self.history.everything),
+            "tallies": [(key, astuple(tally)) for key, tally in self.history.tallies.items()],
+            "vocabulary": [list(table) for table in self.vocabulary.tables],
+        }
+        return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "history.json") -> Snapshot:
+        """Raises ValueError naming `source` when the text is damaged or of another format."""
+        try:
+            content = json.loads(text)
+            if content["format"] != SNAPSHOT_FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {SNAPSHOT_FORMAT!r}")
+            catalogue = Catalogue(
+                {key: User(*attributes) for key, attributes in content["users"].items()},
+                {key: Item(year, tuple(genres)) for key, (year, genres) in content["items"].items()},
+            )
+            history = History(catalogue, Tally(*content["everything"]))
+            history.tallies.update((_key(key), Tally(*tally)) for key, tally in content["tallies"])
+            tables = [{_key(key): index for index, key in enumerate(keys, 1)} for keys in content["vocabulary"]]
+            if len(tables) != len(CATEGORICAL):
+                raise ValueError(f"it has {len(tables)} vocabularies, not {len(CATEGORICAL)}")
+            return cls(history, Vocabulary(tuple(tables)), int(content["end"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{source} is no snapshot of the click history: {error!r}. It is not used. Make it again with its script"
+            ) from error
+
+
+SNAPSHOT_FORMAT = "ctr history 1"
+
+
+def _key(key: Hashable | list[Hashable]) -> Hashable:
+    return tuple(key) if isinstance(key, list) else key
 
 
 def replay(history: History, events: Iterable[Event]) -> tuple[npt.NDArray[np.float32], list[tuple[Hashable, ...]]]:
