@@ -47,11 +47,10 @@ def cases_of(served: Served, row: Arrays) -> list[Case]:
     found = list(_shapes(served, row))
     for name, tensor in served.inputs.items():
         if tensor.data_type == "BYTES":
+            found += _pictures(tensor, row) if name in PICTURES else []
             found += _strings(tensor, row)
         else:
             found += _numbers(tensor, row)
-        if name in PICTURES:
-            found += _pictures(tensor, row)
     return found
 
 
@@ -145,9 +144,9 @@ def _pictures(tensor: Tensor, row: Arrays) -> Iterator[Case]:
         "rotated by EXIF": _rotated(scene),
         "palette with transparency": _encoded(scene.convert("P"), "PNG", transparency=0),
         "grey with alpha": _encoded(scene.convert("LA"), "PNG"),
-        "one pixel": _encoded(Image.new("RGB", (1, 1)), "PNG"),
     }
-    for pictures, must in ((refused, "refuse"), (answered, "answer")):
+    either = {"one pixel": _encoded(Image.new("RGB", (1, 1)), "PNG")}
+    for pictures, must in ((refused, "refuse"), (answered, "answer"), (either, "either")):
         for label, picture in pictures.items():
             array = np.empty(row[tensor.name].shape, np.object_)
             array.fill(picture)

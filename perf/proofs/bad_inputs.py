@@ -63,8 +63,6 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
                 before = found.cases
                 _try_model(bench, served, ways, part.service, rows, found)
                 per_model[part.service] = found.cases - before
-    for problem in found.problems:
-        bench.say(problem)
     return Outcome(
         float(len(found.problems)),
         rounds=found.cases,
@@ -103,6 +101,7 @@ def _try_model(bench: Bench, served: Served, ways: Ways, model: str, rows: Array
             wrong = "a stub died"
         if wrong:
             found.problems.append(f"{model}, {case.name}: {wrong}")
+            bench.say(found.problems[-1])
 
 
 def _try_case(

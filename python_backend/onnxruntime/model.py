@@ -119,7 +119,8 @@ class TritonPythonModel:
             answers = self._runner.run([arrays for _, arrays, _ in group], names, is_fresh)
         except Exception as error:  # noqa: BLE001  one request must not spoil its mates: halve until it is alone
             if len(group) == 1:
-                responses[group[0][0]] = self._refusal(error)
+                index, arrays, _ = group[0]
+                responses[index] = self._refusal(error, dict(zip(self._input_names, arrays, strict=True)))
                 return
             middle = len(group) // 2
             self._answer_together(group[:middle], responses, True)
@@ -170,12 +171,13 @@ class TritonPythonModel:
             return pb_utils.Tensor.from_dlpack(name, dlpack_from_bits(output))
         return pb_utils.Tensor(name, output)
 
-    def _refusal(self, error):
+    def _refusal(self, error, inputs=None):
         if isinstance(error, KeyError):
             error = f"input {error} is missing"
-        return pb_utils.InferenceResponse(
-            error=pb_utils.TritonError(f"onnxruntime: {error}", pb_utils.TritonError.INVALID_ARG)
-        )
+        said = f"onnxruntime: {error}"
+        if inputs is not None and (name := input_at_fault(said, inputs)) is not None:
+            said = f'"{name}": {said}'
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(said, pb_utils.TritonError.INVALID_ARG))
 
 
 class _Input:
