@@ -12,8 +12,8 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from pilotlib.blame import input_at_fault
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
+from pilotlib.blame import input_at_fault
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
 from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
