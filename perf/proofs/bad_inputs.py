@@ -61,7 +61,7 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
                 if rows is None:
                     continue
                 before = found.cases
-                _try_model(bench, served, ways, part.service, rows, found)
+                _try_model(bench, served, ways, part, rows, found)
                 per_model[part.service] = found.cases - before
     return Outcome(
         float(len(found.problems)),
@@ -78,13 +78,16 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
     )
 
 
-def _try_model(bench: Bench, served: Served, ways: Ways, model: str, rows: Arrays, found: Found) -> None:
+def _try_model(bench: Bench, served: Served, ways: Ways, part: Service, rows: Arrays, found: Found) -> None:
+    model = part.service
+    # The class that waits longest: on a busy machine a good request must not time out for the sake of its class.
+    level = max(part.classes, key=lambda each: each.timeout_ms or float("inf")).priority if part.classes else 0
     described = _described(served, model)
     good = [_for_client(cut(rows, start, 1)) for start in range(MATES)]
     cases = cases_of(described, good[0])
     bench.say(f"{model}: {len(cases)} cases, each alone and among {MATES} good requests")
     try:
-        alone = [_outputs(answer) for answer in _send(served.sender, model, good, in_flight=1)]
+        alone = [_outputs(answer) for answer in _send(served.sender, model, good, level, in_flight=1)]
     except MeasurementError as error:
         found.problems.append(f"{model}: good requests have no answers: {error}")
         return
@@ -92,7 +95,7 @@ def _try_model(bench: Bench, served: Served, ways: Ways, model: str, rows: Array
         found.cases += 1
         stubs = _stubs(served.server.pid)
         try:
-            wrong = _try_case(served, ways, model, case, good, alone, found)
+            wrong = _try_case(served, ways, model, level, case, good, alone, found)
             served.server.check_alive()
         except (MeasurementError, ServerError) as error:
             found.problems.append(f"{model}, {case.name}: {error}")
@@ -105,7 +108,14 @@ def _try_model(bench: Bench, served: Served, ways: Ways, model: str, rows: Array
 
 
 def _try_case(
-    served: Served, ways: Ways, model: str, case: Case, good: Sequence[Arrays], alone: Sequence[Arrays], found: Found
+    served: Served,
+    ways: Ways,
+    model: str,
+    level: int,
+    case: Case,
+    good: Sequence[Arrays],
+    alone: Sequence[Arrays],
+    found: Found,
 ) -> str:
     """What went wrong, "" when nothing did."""
     try:
@@ -118,7 +128,7 @@ def _try_case(
         return f"alone over HTTP: {wrong}"
     # The bad one in the middle: some are in its batch whichever way batches are formed.
     place = len(good) // 2
-    answers = _send(served.sender, model, [*good[:place], case.inputs, *good[place:]])
+    answers = _send(served.sender, model, [*good[:place], case.inputs, *good[place:]], level)
     bad = answers.pop(place)
     wrong = _judge(case, bad.error)
     if wrong:
@@ -144,8 +154,10 @@ def _judge(case: Case, said: str) -> str:
     return ""
 
 
-def _send(sender: Sender, model: str, requests: Sequence[Arrays], in_flight: int | None = None) -> list[Answer]:
-    return sender.send([Request(model, inputs) for inputs in requests], in_flight=in_flight)
+def _send(
+    sender: Sender, model: str, requests: Sequence[Arrays], level: int, in_flight: int | None = None
+) -> list[Answer]:
+    return sender.send([Request(model, inputs, level) for inputs in requests], in_flight=in_flight)
 
 
 def _outputs(answer: Answer) -> Arrays:
