@@ -212,10 +212,11 @@ class Table:
         with np.errstate(over="ignore"):  # an FP64 beyond FP32 becomes infinite, which is refused below
             cells = np.asarray(numbers, dtype=np.float32).astype(np.float64)
         missing = None
-        if not np.isfinite(cells).all():
+        is_finite = np.isfinite(cells)
+        if not is_finite.all():
             missing = np.isnan(cells)
             self._refuse_numbers(cells, missing, faults)
-            cells = np.where(np.isfinite(cells), cells, self._fill)
+            np.copyto(cells, self._fill, where=~is_finite)
         for column, (place, bounds) in enumerate(self._bucketed):
             bucket = np.searchsorted(bounds, cells[:, place], side="right") + 1
             categorical[:, column] = bucket if missing is None else np.where(missing[:, place], 0, bucket)
@@ -224,14 +225,16 @@ class Table:
         dense[:, values:] = 0 if missing is None else missing[:, self._indicated]
 
     def _refuse_numbers(self, cells: Floats, missing: npt.NDArray[np.bool_], faults: dict[int, Fault]) -> None:
-        for row, place in np.argwhere(np.isinf(cells)).tolist():
-            why = f"{self.numbers[place].name} is {cells[row, place]}; it must be a number, or NaN where it is missing"
-            faults.setdefault(row, Fault(row, NUMBERS, why))
-        if self._no_fill.any():
-            for row, place in np.argwhere(missing & self._no_fill).tolist():
-                faults.setdefault(
-                    row, Fault(row, NUMBERS, f"{self.numbers[place].name} is missing (NaN), which is refused")
-                )
+        infinite = np.isinf(cells)
+        if infinite.any():
+            for row, place in np.argwhere(infinite).tolist():
+                why = f"{self.numbers[place].name} is {cells[row, place]}; it must be a number, or NaN where it is missing"
+                faults.setdefault(row, Fault(row, NUMBERS, why))
+        refused = missing & self._no_fill
+        if refused.any():
+            for row, place in np.argwhere(refused).tolist():
+                why = f"{self.numbers[place].name} is missing (NaN), which is refused"
+                faults.setdefault(row, Fault(row, NUMBERS, why))
 
     def _transform_texts(self, texts: Array, categorical: Indices, faults: dict[int, Fault]) -> None:
         rows, width = texts.shape
