@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,20 @@ def test_the_table_step_gives_the_very_bits_that_training_saw(client: Any, loans
     dense, categorical = table_file.read(BUILD / "features.json").transform(rows["numbers"], rows["texts"])
     np.testing.assert_array_equal(ask(client, rows, "risk_table", "dense"), dense)
     np.testing.assert_array_equal(ask(client, rows, "risk_table", "categorical"), categorical)
+
+
+def test_a_missing_number_is_the_word_nan_in_json(served: EmbeddedServer, client: Any, loans: Inputs) -> None:
+    inputs = changed(loans, int_rate=np.nan, annual_inc=np.nan)
+    body = {
+        "inputs": [
+            {"name": "numbers", "shape": [1, 17], "datatype": "FP32", "data": inputs["numbers"].tolist()},
+            {"name": "texts", "shape": [1, 5], "datatype": "BYTES", "data": [t.decode() for t in inputs["texts"][0]]},
+        ]
+    }
+    request = urllib.request.Request(f"http://{served.endpoints.http}/v2/models/risk/infer", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        (prob,) = json.load(response)["outputs"][0]["data"]
+    assert prob == pytest.approx(float(ask(client, inputs).item()), abs=1e-6)
 
 
 @pytest.mark.parametrize(
