@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perf import memory, small_models
+from perf import machine, memory, small_models
 from perf.frame import PROJECT, Bench, Outcome
 from perf.mixed_load import MixedLoad, Stream
 from perf.small_models import SmallModel
 from tritonpilot.errors import MeasurementError
 from tritonpilot.server import EmbeddedServer
 
-TOTAL = 200_000  # requests of each model
+TOTAL = 200_000  # requests through each backend, shared by its models
 QUICK_TOTAL = 10_000
+QUICK_STEP_MB = (
+    1.0  # in so few requests a growth of less cannot be told from the first steps of malloc: it counts as none
+)
 TICK_S = 5.0
 QUICK_TICK_S = 0.5
 FRONT = "tritonserver"
@@ -57,10 +61,12 @@ def memory_flat(bench: Bench) -> Outcome:
         _check_all_backends_are_there(models)
         probes = {model.name: model.probe for model in models if model.probe is not None}
         with EmbeddedServer(root, on_progress=bench.say, probe_inputs=probes, startup_timeout_s=600) as server:
-            streams = [Stream(m.name, m.requests, m.callers, total) for m in models if m.requests]
+            asked = [model for model in models if model.requests]
+            sharing = Counter(model.backend for model in asked)
+            streams = [Stream(m.name, m.requests, m.callers, total // sharing[m.backend]) for m in asked]
             watched = _watched(server.pid, models, streams)
             regions_mb: list[float] = []
-            began = time.monotonic()
+            began, began_cpu_s = time.monotonic(), time.process_time()
 
             def look() -> None:
                 server.check_alive()
@@ -74,6 +80,8 @@ def memory_flat(bench: Bench) -> Outcome:
             with MixedLoad(server.endpoints.http, streams) as load:
                 load.run(look, QUICK_TICK_S if bench.quick else TICK_S)
             took_s = time.monotonic() - began
+            cpu_s = {"callers": time.process_time() - began_cpu_s, FRONT: machine.process_cpu_s(server.pid)}
+            cpu_s = {name: round(s) for name, s in {**cpu_s, **machine.stub_cpu_s(server.pid)}.items()}
             if not memory.own_regions():
                 raise MeasurementError(
                     "The server's shared memory was not found in /dev/shm, so that nothing can be said of its end. Nothing "
@@ -81,15 +89,17 @@ def memory_flat(bench: Bench) -> Outcome:
                 )
     left = sorted(memory.own_regions())
     slopes = {name: memory.slope(each.requests, each.rss_mb) for name, each in watched.items()}
+    values = [_told(slopes[name], each, bench.quick) for name, each in watched.items()]
     return Outcome(
-        max(slopes.values()),
-        spread=max(slopes.values()) - min(slopes.values()),
+        max(values),
+        spread=max(values) - min(values),
         rounds=1,
         ok=not left,
         details={
             "requests": sum(stream.done for stream in streams),
             "refused": sum(stream.refused for stream in streams),
             "seconds": round(took_s),
+            "cpu_s": cpu_s,
             "shared_memory_left": left,
             "shared_memory_mb": [round(regions_mb[0], 1), round(max(regions_mb), 1), round(regions_mb[-1], 1)],
             "rss_mb_per_100000": {name: round(value, 3) for name, value in slopes.items()},
@@ -100,6 +110,11 @@ def memory_flat(bench: Bench) -> Outcome:
             "samples": {name: len(each.requests) for name, each in watched.items()},
         },
     )
+
+
+def _told(slope: float, watched: Watched, is_quick: bool) -> float:
+    risen_mb = slope * watched.requests[-1] / 2 / memory.PER_REQUESTS
+    return 0.0 if is_quick and risen_mb < QUICK_STEP_MB else slope
 
 
 def _watched(server: int, models: list[SmallModel], streams: list[Stream]) -> dict[str, Watched]:
