@@ -58,12 +58,16 @@ class CommonParameters:
         0, "priority level that the build reserved for wake requests; 0 = none was reserved", minimum=0
     )
     pilot_wake_after_us: int = parameter(
-        1000, "how long after an execution, with no new one begun, the waker sends its request", minimum=100
+        1000,
+        "how long after an execution, with no new one begun, the waker sends its request; up to 1 ms of queue delay is added",
+        minimum=100,
     )
     pilot_classes: str = parameter(
         "", "classes of callers and their priority levels, as name:level,name:level; for clients and metrics"
     )
-    pilot_steps: str = parameter("", "models that a pipeline's driver calls, with commas; who loads it loads them first")
+    pilot_steps: str = parameter(
+        "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from pilotlib.loopback import ENDPOINT_VARIABLE, answer, http_endpoint, parent_command_line, post, wake_request, zeros
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
-from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan
+from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan, wait_us
 
 Answer = Callable[[Sequence[Any]], list[Any]]
 """Triton's requests -> as many responses, in their order."""
@@ -83,7 +83,7 @@ def wakes_of(
     waker = Waker(
         lambda: post(endpoint, request),
         answer,
-        after_us=parameters.pilot_wake_after_us,
+        after_us=wait_us(config, parameters.pilot_wake_after_us),
         complain=lambda line: pb_utils.Logger.log_warn(f'model "{model}": {line}'),
         count=count,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pilotlib.waker import EXECUTED_IN_A_ROW, EXPIRED, FAILURES_TOLD, WAKE_ANSWER, WAKES_MAX, Waker, plan
+from pilotlib.waker import EXECUTED_IN_A_ROW, EXPIRED, FAILURES_TOLD, WAKE_ANSWER, WAKES_MAX, Waker, plan, wait_us
 
 REJECTS = {"default_timeout_microseconds": "40000", "allow_timeout_override": True}
 
@@ -44,6 +44,11 @@ def test_the_level_of_wakes_decides_when_one_is_reserved() -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(("delay_us", "wait"), [(None, 1000), ("500", 1500), (100_000, 2000)])
+def test_the_batcher_is_left_its_queue_delay(delay_us: Any, wait: int) -> None:
+    assert wait_us({"dynamic_batching": {"max_queue_delay_microseconds": delay_us}}, 1000) == wait
 
 
 class Server:
@@ -123,14 +128,16 @@ def test_no_wake_while_an_execution_runs(start: Start) -> None:
 def test_stuck_wakes_are_followed_by_others_until_an_execution_begins(start: Start) -> None:
     waker, server = start(None)
     execute(waker)
-    wait_for(lambda: server.wakes == 4)
+    wait_for(lambda: server.wakes >= 4)
     waker.began()
     time.sleep(0.1)
-    assert server.wakes == 4
-    waker.ended()
-    wait_for(lambda: server.wakes == 4 + WAKES_MAX)
+    before = server.wakes
     time.sleep(0.1)
-    assert server.wakes == 4 + WAKES_MAX
+    assert server.wakes == before
+    waker.ended()
+    wait_for(lambda: server.wakes == before + WAKES_MAX)
+    time.sleep(0.1)
+    assert server.wakes == before + WAKES_MAX
 
 
 def test_executed_wakes_are_repeated_a_bounded_number_of_times(start: Start) -> None:
@@ -168,7 +175,7 @@ def test_wakes_are_counted(start: Start) -> None:
 def test_stop_ends_the_thread_while_wakes_are_stuck(start: Start) -> None:
     waker, server = start(None)
     execute(waker)
-    wait_for(lambda: server.wakes == 1)
+    wait_for(lambda: server.wakes >= 1)
     waker.stop()
     assert "pilot-waker" not in {one.name for one in threading.enumerate()}
 
