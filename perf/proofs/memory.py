@@ -21,8 +21,9 @@ QUICK_TOTAL = 10_000
 QUICK_STEP_MB = (
     1.0  # in so few requests a growth of less cannot be told from the first steps of malloc: it counts as none
 )
-TICK_S = 5.0
+TICK_S = 2.0
 QUICK_TICK_S = 0.5
+TOLD_TICKS = 10  # one line for the reader after so many samples
 FRONT = "tritonserver"
 
 
@@ -73,9 +74,9 @@ def memory_flat(bench: Bench) -> Outcome:
                 for each in watched.values():
                     each.look()
                 regions_mb.append(sum(memory.own_regions().values()))
-                bench.say(
-                    f"{sum(s.done for s in streams)} requests, {watched[FRONT].rss_mb[-1]:.0f} MB in tritonserver"
-                )
+                if len(regions_mb) % TOLD_TICKS == 0:
+                    done, front_mb = watched[FRONT].requests[-1], watched[FRONT].rss_mb[-1]
+                    bench.say(f"{done} requests, {front_mb:.0f} MB in tritonserver")
 
             with MixedLoad(server.endpoints.http, streams) as load:
                 load.run(look, QUICK_TICK_S if bench.quick else TICK_S)
