@@ -302,6 +302,56 @@ async def test_calls_go_to_the_other_server_when_one_is_killed(server: EmbeddedS
     assert all(counts)
 
 
+async def test_whatever_happens_every_call_ends_rightly_and_nothing_is_left(
+    server: EmbeddedServer, mortal: EmbeddedServer
+) -> None:
+    random = np.random.default_rng(11)
+    plans = [
+        (float("nan") if draw < 0.05 else round(draw, 3), deadline, draw > 0.95)
+        for draw, deadline in zip(random.random(800), random.choice([3, 20, 300, 5000], 800), strict=True)
+    ]
+    wrong: list[str] = []
+    ended = 0
+
+    async def call(client: AsyncClient, number: float, deadline_ms: float, is_cancelled: bool) -> None:
+        nonlocal ended
+        task = asyncio.create_task(client.predict("picky", row(number), deadline_ms=float(deadline_ms)))
+        if is_cancelled:
+            await asyncio.sleep(0.001)
+            task.cancel()
+        began = time.monotonic()
+        answer = (await asyncio.gather(task, return_exceptions=True))[0]
+        ended += 1
+        if time.monotonic() - began > deadline_ms / 1e3 + 1:
+            wrong.append(f"{deadline_ms} ms took {time.monotonic() - began} s")
+        if isinstance(answer, dict):
+            if answer["OUTPUT"][0] != np.float32(number) * 2:
+                wrong.append(f"{number} got {answer}")
+        elif not isinstance(answer, (DeadlineError, asyncio.CancelledError)) and not (
+            isinstance(answer, InputError) and np.isnan(number)
+        ):
+            wrong.append(repr(answer))
+
+    async def caller(client: AsyncClient, mine: list[Any]) -> None:
+        for plan in mine:
+            await call(client, *plan)
+
+    async with AsyncClient([url_of(mortal, "grpc"), url_of(server, "http"), url_of(server, "grpc")]) as client:
+        await client.predict("picky", row(0))
+        callers = [asyncio.create_task(caller(client, plans[start::32])) for start in range(32)]
+        while ended < 200:
+            await asyncio.sleep(0.005)
+        os.kill(mortal.pid, signal.SIGKILL)
+        await asyncio.wait_for(asyncio.gather(*callers), 60)
+        while client._tasks:
+            await asyncio.wait(client._tasks, timeout=5)
+        await asyncio.sleep(0)
+        left = (client._lanes, client._calls, sum(each.in_flight for each in client.endpoints))
+
+    assert wrong == []
+    assert left == ({}, set(), 0)
+
+
 async def test_a_dead_endpoint_is_left_out(server: EmbeddedServer, free_port: int) -> None:
     async with AsyncClient([f"127.0.0.1:{free_port}", url_of(server, "http")]) as client:
         answers = [await client.predict("picky", row(number)) for number in range(20)]

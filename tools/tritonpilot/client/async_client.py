@@ -8,6 +8,7 @@ async with AsyncClient("127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import random
 import time
@@ -272,7 +273,8 @@ class AsyncClient:
             now = asyncio.get_running_loop().time()
             for call in calls:
                 is_late = error.is_retryable and call.deadline - now < LATE_S
-                call.fail(call.late(f"; the last refusal was: {error}") if is_late else error)
+                # A copy: an error that several tasks raise would gather the tracebacks of all.
+                call.fail(call.late(f"; the last refusal was: {error}") if is_late else copy.copy(error))
 
     # -- one request ---------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,13 @@ class Client:
 def _stop(loop: asyncio.AbstractEventLoop | None, client: AsyncClient, grace_s: float) -> None:
     if loop is None or loop.is_closed() or not loop.is_running():
         return
-    asyncio.run_coroutine_threadsafe(_end(client, grace_s), loop).result()
+    try:
+        is_own_thread = asyncio.get_running_loop() is loop  # a forgotten client may be collected in any thread
+    except RuntimeError:
+        is_own_thread = False
+    ended = asyncio.run_coroutine_threadsafe(_end(client, grace_s), loop)
+    if not is_own_thread:
+        ended.result()
 
 
 async def _end(client: AsyncClient, grace_s: float) -> None:
