@@ -13,6 +13,7 @@ NOTE: the GPU part (`_to_device`, `_fetched`, `_recover`) is written by PyTorch'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -169,7 +170,7 @@ class Staging:
 
     def place(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """An array of that shape in this memory, with whatever it holds; elsewhere when it would be too large."""
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if size > MAX_BUFFER_BYTES:
             return np.empty(shape, dtype)
         if size > self._flat.size:
