@@ -173,9 +173,12 @@ def test_input_data_stays_small_for_large_tensors(tmp_path: Path) -> None:
     assert (tmp_path / "in.json").stat().st_size < 220_000
 
 
-def test_input_data_refuses_bytes_that_are_no_text(tmp_path: Path) -> None:
-    with pytest.raises(MeasurementError, match="'x' holds bytes"):
-        write_input_data(tmp_path / "in.json", {"x": np.array([[b"\xff\xfe"]])})
+def test_input_data_holds_bytes_that_are_no_text_as_triton_sends_them(tmp_path: Path) -> None:
+    write_input_data(tmp_path / "in.json", {"photo": np.array([[b"\xff\xd8\xff"], [b"plain"]])})
+    first, second = (row["photo"] for row in json.loads((tmp_path / "in.json").read_text())["data"])
+    assert first["shape"] == [1]
+    assert base64.b64decode(first["b64"]) == b"\x03\0\0\0\xff\xd8\xff"
+    assert second == {"content": ["plain"], "shape": [1]}
 
 
 def test_profile_holds_the_times_of_each_request() -> None:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tritonpilot import perf_analyzer_binary
+from tritonpilot import perf_analyzer_binary, samples
 from tritonpilot.errors import MeasurementError
 
 # A prime number of rows: each worker steps through the data by the concurrency, so with 256 rows and 64 workers one
@@ -144,20 +144,20 @@ class Reading:
 
 def write_input_data(
     path: Path,
-    samples: Mapping[str, npt.NDArray[Any]],
+    arrays: Mapping[str, npt.NDArray[Any]],
     *,
     rows: int = INPUT_ROWS,
     max_bytes: int = INPUT_BYTES,
 ) -> int:
-    """Write perf_analyzer's --input-data JSON with the first rows of `samples`; returns how many there are.
+    """Write perf_analyzer's --input-data JSON with the first rows of `arrays`; returns how many there are.
 
-    Arrays are [n, ...] of numbers or strings; fewer rows are taken when the file would pass `max_bytes` (one photo of
+    Each is [n, ...] of numbers or strings; fewer rows are taken when the file would pass `max_bytes` (one photo of
     224x224 is 0.8 MB).
     """
-    available = min(len(array) for array in samples.values())
-    row_bytes = sum(max(1, array[:1].nbytes * 4 // 3) for array in samples.values())
+    available = min(len(array) for array in arrays.values())
+    row_bytes = sum(max(1, array[:1].nbytes * 4 // 3) for array in arrays.values())
     count = max(1, min(rows, available, max_bytes // row_bytes))
-    data = [{name: _tensor(name, array[i]) for name, array in samples.items()} for i in range(count)]
+    data = [{name: _tensor(array[i]) for name, array in arrays.items()} for i in range(count)]
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     return count
 
@@ -252,18 +252,17 @@ def _parameter(value: int | str | bool) -> str:
     return f"{value}:{'int' if isinstance(value, int) else 'string'}"
 
 
-def _tensor(name: str, row: npt.NDArray[Any]) -> dict[str, object]:
+def _tensor(row: npt.NDArray[Any]) -> dict[str, object]:
     shape = list(row.shape) or [1]
     if row.dtype.kind in "iufb":
         raw = np.ascontiguousarray(row.astype(row.dtype.newbyteorder("<"), copy=False)).tobytes()
         return {"b64": base64.b64encode(raw).decode("ascii"), "shape": shape}
     try:
         texts = [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in row.ravel().tolist()]
-    except UnicodeDecodeError as error:
-        raise MeasurementError(
-            f"Sample input '{name}' holds bytes that are no UTF-8 text ({error}); perf_analyzer takes strings as JSON. "
-            "Nothing was measured. Use samples with readable strings."
-        ) from error
+    except (
+        UnicodeDecodeError
+    ):  # a photo: perf_analyzer takes what is decoded from b64 as Triton's binary form of the strings
+        return {"b64": base64.b64encode(samples.raw(row)).decode("ascii"), "shape": shape}
     return {"content": texts, "shape": shape}
 
 
