@@ -9,12 +9,10 @@ pilotlib.torch_parameters, and names as pilotlib.torch_names says. It completes 
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from pilotlib import torch_config, torch_file, torch_names, torch_switches
+from pilotlib import torch_config, torch_names
+from pilotlib.blame import input_at_fault
 from pilotlib.tensors import DTYPES_BY_CONFIG, Array
 from pilotlib.torch_parameters import TorchParameters
-from pilotlib.torch_runner import Outputs, TorchRunner, torch_type
 from pilotlib.triton_model import triton_model
 from pilotlib.verbs import Backend, BadRequest, Context
 
@@ -33,6 +31,13 @@ class Pytorch(Backend[TorchParameters, Item, Result]):
 
     def set_up(self, context: Context[TorchParameters]) -> None:
         """Load the model; a ValueError names what is wrong with config or file."""
+        # NOTE: PyTorch takes 2 s to import. Before it starts an instance, Triton runs this file in another process to
+        # complete the config, which would wait for it in vain.
+        import torch
+
+        from pilotlib import torch_file, torch_switches
+        from pilotlib.torch_runner import Outputs, TorchRunner, torch_type
+
         config = context.config
         torch_config.check(config)
         kinds = [group.get("kind", "") for group in config.get("instance_group", ())]
@@ -78,7 +83,9 @@ class Pytorch(Backend[TorchParameters, Item, Result]):
         """One run per group of equal trailing shapes; without a batch dimension one run per request."""
         if not self._is_batched:
             return [self._runner.run_alone(item) for item in items]
-        if not self._is_grouped or len(items) == 1:
+        if len(items) == 1:
+            return self._run_one(items)
+        if not self._is_grouped:
             return self._runner.run(items)
         groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for place, item in enumerate(items):
@@ -90,15 +97,22 @@ class Pytorch(Backend[TorchParameters, Item, Result]):
                 results[place] = answer
         return results
 
+    def _run_one(self, items: Sequence[Item]) -> Sequence[Result]:
+        try:
+            return self._runner.run(items)
+        except (IndexError, RuntimeError) as error:
+            name = input_at_fault(str(error), dict(zip(self._input_names, items[0], strict=True)))
+            if name is None:
+                raise
+            raise BadRequest(name, str(error)) from None
+
     def encode(self, result: Result) -> Mapping[str, Array]:
         """The outputs by name."""
         return dict(zip(self._output_names, result, strict=True))
 
     def tear_down(self) -> None:
-        """Release the model, and with it the memory of the device."""
-        del self._runner
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        """Release the model."""
+        del self._runner  # the device's memory goes with this process
 
 
 TritonPythonModel = triton_model(Pytorch)
