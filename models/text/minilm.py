@@ -20,11 +20,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 WORDS, POSITIONS, WIDTH, LAYERS, HEADS, INNER = 30522, 512, 384, 6, 12, 1536
 HEAD_WIDTH = WIDTH // HEADS
 LAYER_NORM_EPSILON = 1e-12
-MASKED = -1e9  # exp() of it is 0 exactly, so padding never moves an answer
+# What a masked token's score gets added. Its score before is that of a token that is not masked, so its share is below
+# exp(-40) of the largest, which is nothing in FP32 beside 1. Not more: the exp() of -88 and less is denormal, ten times slower.
+MASKED = -40.0
 POOLING_EPSILON = 1e-9  # as sentence-transformers divides by the number of tokens
 NORM_EPSILON = 1e-12  # as torch.nn.functional.normalize
 
@@ -43,7 +46,7 @@ class SentenceEncoder(nn.Module):
         rows, tokens = input_ids.shape
         is_token = (attention_mask != 0).to(torch.int64)  # a mask of other numbers must not move its batch-mates
         mask = is_token.to(torch.float32)
-        added = ((1.0 - mask) * MASKED)[:, None, None, :]
+        added = functional.pad(((1.0 - mask) * MASKED)[:, :, None, None], (HEAD_WIDTH, 0))
         # Every text keeps its first token, so that there is one to compute in a batch that is masked throughout.
         kept = torch.cat([torch.ones_like(is_token[:, :1]), is_token[:, 1:]], 1).reshape(-1)
         unpadded = kept.nonzero().reshape(-1)  # places of the tokens to compute among all b*s
@@ -73,8 +76,10 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH)  # with the scale 1/sqrt(HEAD_WIDTH) in its weights
-        self.key = nn.Linear(WIDTH, WIDTH)
+        # One column more in each head: 1 in the query, the mask in the key. So their product comes out masked, without a pass
+        # over all b*12*s*s scores. The scale 1/sqrt(HEAD_WIDTH) is in the query's weights.
+        self.query = nn.Linear(WIDTH, HEADS * (HEAD_WIDTH + 1))
+        self.key = nn.Linear(WIDTH, HEADS * (HEAD_WIDTH + 1))
         self.value = nn.Linear(WIDTH, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
@@ -83,12 +88,12 @@ class Layer(nn.Module):
         self.last_norm = nn.LayerNorm(WIDTH, LAYER_NORM_EPSILON)
 
     def forward(self, states: Tensor, added: Tensor, unpadded: Tensor, padded: Tensor) -> Tensor:
-        """FP32[n,384] of the n tokens -> the same; scores get FP32[b,1,1,s] added. INT64[n] and INT64[b*s]: see the caller."""
-        heads = (added.shape[0], added.shape[3], HEADS, HEAD_WIDTH)
-        query = self.query(states).index_select(0, padded).reshape(heads).transpose(1, 2)
-        key = self.key(states).index_select(0, padded).reshape(heads).permute(0, 2, 3, 1)
-        value = self.value(states).index_select(0, padded).reshape(heads).transpose(1, 2)
-        shares = torch.softmax(query @ key + added, -1)
+        """FP32[n,384] of the n tokens -> the same. Keys get FP32[b,s,1,33] added. INT64[n] and INT64[b*s]: see the caller."""
+        shape = (added.shape[0], added.shape[1], HEADS, -1)
+        query = self.query(states).index_select(0, padded).reshape(shape).transpose(1, 2)
+        key = (self.key(states).index_select(0, padded).reshape(shape) + added).permute(0, 2, 3, 1)
+        value = self.value(states).index_select(0, padded).reshape(shape).transpose(1, 2)
+        shares = torch.softmax(query @ key, -1)
         attended = (shares @ value).transpose(1, 2).reshape(-1, WIDTH).index_select(0, unpadded)
         states = self.norm(states + self.mix(attended))
         inner = self.up(states)
@@ -109,10 +114,21 @@ def _renamed(bert: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for ours, theirs in LAYER_NAMES.items():
             modules[f"layers.{layer}.{ours}"] = f"encoder.layer.{layer}.{theirs}"
     for our, their in modules.items():
-        scale = HEAD_WIDTH**-0.5 if our.endswith("query") else 1.0
         for kind in ("weight", "bias"):
-            found[f"{our}.{kind}"] = bert[f"{their}.{kind}"] * scale
+            value = bert[f"{their}.{kind}"]
+            if our.endswith("query"):
+                value = _with_column(value * HEAD_WIDTH**-0.5, 1.0 if kind == "bias" else 0.0)
+            elif our.endswith("key"):
+                value = _with_column(value, 0.0)
+            found[f"{our}.{kind}"] = value
     return found
+
+
+def _with_column(value: Tensor, filled: float) -> Tensor:
+    """A weight [384,...] or bias [384] whose heads have one output more, made of `filled`."""
+    heads = value.reshape(HEADS, HEAD_WIDTH, -1)
+    more = torch.full_like(heads[:, :1], filled)
+    return torch.cat([heads, more], 1).reshape(HEADS * (HEAD_WIDTH + 1), *value.shape[1:])
 
 
 LAYER_NAMES = {
