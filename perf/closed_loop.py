@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -22,9 +22,20 @@ from tritonpilot.errors import MeasurementError
 
 TIMEOUT_S = 30.0
 
+Fill = Callable[[Any, npt.NDArray[Any]], None]
+"""Gives a tritonclient InferInput its values."""
+
+
+def set_bytes(tensor: Any, array: npt.NDArray[Any]) -> None:
+    """In the body of the request."""
+    tensor.set_data_from_numpy(array)
+
 
 class ClosedLoop:
-    """`callers` connections; each sends the next of the encoded batches as soon as it has its answer. Priority 0: the default."""
+    """`callers` connections; each sends the next of the encoded batches as soon as it has its answer.
+
+    Priority 0 is the default. `fill` says where a tensor's values are: in the request, or in shared memory.
+    """
 
     def __init__(
         self,
@@ -34,9 +45,10 @@ class ClosedLoop:
         callers: int,
         *,
         priority: int = 0,
+        fill: Fill = set_bytes,
     ) -> None:
         self._path = f"/v2/models/{model}/infer"
-        self._bodies = [_encoded(batch, priority) for batch in batches]
+        self._bodies = [_encoded(batch, priority, fill) for batch in batches]
         self._connections = [http.client.HTTPConnection(http_url, timeout=TIMEOUT_S) for _ in range(callers)]
         self._threads = ThreadPoolExecutor(callers)
 
@@ -80,12 +92,13 @@ class ClosedLoop:
         return answered
 
 
-def _encoded(batch: Mapping[str, npt.NDArray[Any]], priority: int) -> tuple[bytes, str, int]:
+def _encoded(batch: Mapping[str, npt.NDArray[Any]], priority: int, fill: Fill) -> tuple[bytes, str, int]:
     """(body, length of its JSON part, rows) of a binary inference request."""
     inputs = []
     for name, array in batch.items():
         tensor = httpclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
+        fill(tensor, array)
         inputs.append(tensor)
     body, json_bytes = httpclient.InferenceServerClient.generate_request_body(inputs, priority=priority)
-    return bytes(body), str(json_bytes), len(next(iter(batch.values())))
+    # Without binary tensors the whole body is JSON, and tritonclient says no length.
+    return bytes(body), str(json_bytes or len(body)), len(next(iter(batch.values())))

@@ -22,6 +22,9 @@ import numpy.typing as npt
 
 THREADS = 1
 
+Work = Callable[[Any, dict[str, npt.NDArray[Any]]], object]
+"""(session, batch): what is done with a batch."""
+
 
 def session(model_file: Path, threads: int = THREADS) -> Any:
     """An ONNX Runtime session on the CPU with that many threads inside an operator."""
@@ -44,9 +47,7 @@ class InProcess:
     `work(session, batch)` is what is done with a batch: a function of a module, for the child imports it.
     """
 
-    def __init__(
-        self, model_file: Path, core: int, work: Callable[[Any, dict[str, npt.NDArray[Any]]], object] = run_tensors
-    ) -> None:
+    def __init__(self, model_file: Path, core: int, work: Work = run_tensors) -> None:
         self._pool = ProcessPoolExecutor(
             1,
             mp_context=multiprocessing.get_context("spawn"),
@@ -72,11 +73,11 @@ class InProcess:
 
 
 _session: Any = None
-_work: Callable[[Any, dict[str, npt.NDArray[Any]]], object] = run_tensors
+_work: Work = run_tensors
 _turns: Iterator[tuple[dict[str, npt.NDArray[Any]], int]] = iter(())
 
 
-def _start(model_file: str, core: int, work: Callable[[Any, dict[str, npt.NDArray[Any]]], object]) -> None:
+def _start(model_file: str, core: int, work: Work) -> None:
     global _session, _work
     os.sched_setaffinity(0, [core])
     _work = work
