@@ -85,6 +85,13 @@ def write(root: Path, seed: int = 7) -> list[SmallModel]:
     return found
 
 
+def good_requests(model: str, count: int, seed: int = 7) -> list[Inputs]:
+    """Different requests of one row each that a model of the repository answers; none for one that others call."""
+    row = next(row for row in _ROWS if row.name == model)
+    random = np.random.default_rng(seed)
+    return [row.good(random, 1) for _ in range(count)] if row.good is not None else []
+
+
 def _config(row: _Row) -> str:
     tensors = [
         f'{kind} [{{ name: "{name}" data_type: TYPE_{data_type} dims: {list(dims)} }}]'

@@ -1,10 +1,12 @@
-"""Does a bad request harm anybody but itself? Every model of every example service, one bad request among 31 good ones."""
+"""Does a bad request harm anybody but itself? One bad among 31 good ones, to every example model and every backend of ours."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import tritonclient.grpc as grpcclient
 from PIL import Image
 
-from perf import machine
+from perf import machine, small_models
 from perf.bad_inputs import Arrays, Case, cases_of
 from perf.frame import Bench, Outcome
 from perf.open_loop import Answer, Request, Sender
@@ -24,6 +26,7 @@ from tritonpilot.client.served import Served as Model
 from tritonpilot.client.served import from_config
 from tritonpilot.errors import MeasurementError, ServerError
 from tritonpilot.pipeline import parts
+from tritonpilot.server import EmbeddedServer
 from tritonpilot.spec import Service
 
 MATES = 31
@@ -41,6 +44,7 @@ class Found:
     refused: int = 0
     answered: int = 0
     mates: int = 0
+    per_model: dict[str, int] = field(default_factory=dict)
 
 
 def bad_inputs_isolated(bench: Bench) -> Outcome:
@@ -50,7 +54,6 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
     get alone (numbers within 1e-5, as another batch size may sum in another order).
     """
     found = Found()
-    per_model: dict[str, int] = {}
     for name, service in services().items():
         if service.samples is None or not service.samples.is_file():
             bench.say(f"{name} is left out: it has no samples yet")
@@ -58,18 +61,23 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
         with serving(bench, [name]) as served, Ways(served.server) as ways:
             for part in parts(service):
                 rows = _good_rows(part)
-                if rows is None:
-                    continue
-                before = found.cases
-                _try_model(bench, served, ways, part, rows, found)
-                per_model[part.service] = found.cases - before
+                if rows is not None:
+                    good = [_for_client(cut(rows, start, 1)) for start in range(MATES)]
+                    found.per_model[part.service] = _try_model(
+                        bench, served, ways, part.service, good, found, _level(part)
+                    )
+    with _small_models(bench) as (served, names), Ways(served.server) as ways:
+        for name in names:
+            found.per_model[f"small {name}"] = _try_model(
+                bench, served, ways, name, small_models.good_requests(name, MATES), found
+            )
     return Outcome(
         float(len(found.problems)),
         rounds=found.cases,
         details={
             "problems": found.problems,
             "cases": found.cases,
-            "cases_per_model": per_model,
+            "cases_per_model": found.per_model,
             "refused": found.refused,
             "answered": found.answered,
             "good_answers_compared": found.mates,
@@ -78,19 +86,19 @@ def bad_inputs_isolated(bench: Bench) -> Outcome:
     )
 
 
-def _try_model(bench: Bench, served: Served, ways: Ways, part: Service, rows: Arrays, found: Found) -> None:
-    model = part.service
-    # The class that waits longest: on a busy machine a good request must not time out for the sake of its class.
-    level = max(part.classes, key=lambda each: each.timeout_ms or float("inf")).priority if part.classes else 0
+def _try_model(
+    bench: Bench, served: Served, ways: Ways, model: str, good: Sequence[Arrays], found: Found, level: int = 0
+) -> int:
+    """All cases of a model; returns how many."""
     described = _described(served, model)
-    good = [_for_client(cut(rows, start, 1)) for start in range(MATES)]
     cases = cases_of(described, good[0])
     bench.say(f"{model}: {len(cases)} cases, each alone and among {MATES} good requests")
     try:
         alone = [_outputs(answer) for answer in _send(served.sender, model, good, level, in_flight=1)]
     except MeasurementError as error:
         found.problems.append(f"{model}: good requests have no answers: {error}")
-        return
+        bench.say(found.problems[-1])
+        return 0
     for case in cases:
         found.cases += 1
         stubs = _stubs(served.server.pid)
@@ -99,12 +107,34 @@ def _try_model(bench: Bench, served: Served, ways: Ways, part: Service, rows: Ar
             served.server.check_alive()
         except (MeasurementError, ServerError) as error:
             found.problems.append(f"{model}, {case.name}: {error}")
-            return  # the other cases of a dead server say nothing
+            bench.say(found.problems[-1])
+            break  # the other cases of a dead server say nothing
         if _stubs(served.server.pid) != stubs:
             wrong = "a stub died"
         if wrong:
             found.problems.append(f"{model}, {case.name}: {wrong}")
             bench.say(found.problems[-1])
+    return len(cases)
+
+
+def _level(part: Service) -> int:
+    """The class that waits longest: on a busy machine a good request must not time out for the sake of its class."""
+    return max(part.classes, key=lambda each: each.timeout_ms or float("inf")).priority if part.classes else 0
+
+
+@contextmanager
+def _small_models(bench: Bench) -> Iterator[tuple[Served, list[str]]]:
+    """A server with one small model per backend, and the names of those that callers ask."""
+    with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
+        root = Path(folder, "model_repository")
+        root.mkdir()
+        models = small_models.write(root)
+        probes = {model.name: model.probe for model in models if model.probe is not None}
+        with (
+            EmbeddedServer(root, on_progress=bench.say, probe_inputs=probes, startup_timeout_s=600) as server,
+            Sender(server.endpoints.grpc) as sender,
+        ):
+            yield Served(server, sender), [model.name for model in models if model.requests]
 
 
 def _try_case(

@@ -21,3 +21,10 @@ INPUTS = {
 )
 def test_only_the_one_input_that_holds_the_value_is_blamed(said: str, name: str | None) -> None:
     assert input_at_fault(said, INPUTS) == name
+
+
+def test_an_index_without_its_value_is_that_of_the_only_input_of_integers() -> None:
+    said = "IndexError: index out of range in self"
+
+    assert input_at_fault(said, {"ids": INPUTS["ids"], "dense": INPUTS["dense"]}) == "ids"
+    assert input_at_fault(said, INPUTS) is None
