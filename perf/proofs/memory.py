@@ -18,9 +18,8 @@ from tritonpilot.server import EmbeddedServer
 
 TOTAL = 200_000  # requests through each backend, shared by its models
 QUICK_TOTAL = 10_000
-QUICK_STEP_MB = (
-    1.0  # in so few requests a growth of less cannot be told from the first steps of malloc: it counts as none
-)
+# In so few requests a growth of less cannot be told from the first steps of malloc: it counts as none.
+QUICK_STEP_MB = 3.0
 TICK_S = 2.0
 QUICK_TICK_S = 0.5
 TOLD_TICKS = 10  # one line for the reader after so many samples

@@ -11,6 +11,7 @@ import pytest
 
 from perf import memory, small_models
 from perf.mixed_load import MixedLoad, Request, Stream
+from perf.proofs import memory as proof
 from tritonpilot.errors import MeasurementError
 
 
@@ -113,3 +114,11 @@ def test_an_answer_of_the_wrong_kind_ends_it(
     url = answering(lambda _: told(status))
     with MixedLoad(url, [Stream("a", [asked], 1, 4)]) as load, pytest.raises(MeasurementError, match=says):
         load.run(lambda: None, tick_s=10)
+
+
+def test_a_quick_run_takes_the_first_steps_of_malloc_for_none() -> None:
+    stream = Stream("a", [GOOD], 1, 10)
+    watched = proof.Watched(pid=1, streams=(stream,), requests=[0, 10_000], rss_mb=[40, 42], anonymous_mb=[30, 32])
+    assert proof._told(20.0, watched, is_quick=True) == 0
+    assert proof._told(20.0, watched, is_quick=False) == 20
+    assert proof._told(80.0, watched, is_quick=True) == 80
