@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -175,6 +176,7 @@ def _animated(kind: str) -> bytes:
     return _encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=40)
 
 
+@cache
 def _bomb(width: int, height: int) -> bytes:
     """A valid black-and-white PNG of that size in a few kilobytes."""
     packer = zlib.compressobj(9)
