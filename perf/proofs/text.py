@@ -89,13 +89,13 @@ def text_batch_mates(bench: Bench) -> Outcome:
 
 
 def text_efficiency(bench: Bench) -> Outcome:
-    """Requests of 16 texts over HTTP; the details have the CPU time of each step's process."""
-    texts = data.texts()
+    """Requests of 16 texts over HTTP, of class batch; the details have the CPU time of each step's process."""
+    texts, level = data.texts(), priority(services(["text"])["text"], "batch")
     batches = [{"text": as_rows(texts[start : start + ROWS])} for start in range(0, BATCHES * ROWS, ROWS)]
     with (
         serving(bench, ["text"], is_pinned=True) as served,
         InProcess(model_file(part("text_net")), bench.cores.server, embed_rows) as alone,
-        ClosedLoop(served.server.endpoints.http, "text", batches, CALLERS) as callers,
+        ClosedLoop(served.server.endpoints.http, "text", batches, CALLERS, priority=level) as callers,
     ):
         alone.prepare(batches)
         return against_alone(bench, served.server, callers, alone, rows_per_request=ROWS, turn_s=TURN_S)
