@@ -174,14 +174,17 @@ class Staging:
         if size > MAX_BUFFER_BYTES:
             return np.empty(shape, dtype)
         if size > self._flat.size:
-            memory = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=self._is_pinned)
-            self._flat = memory.numpy()
+            self._flat = _memory(1 << (size - 1).bit_length(), self._is_pinned).numpy()
         return self._flat[:size].view(dtype).reshape(shape)
 
 
 def torch_type(dtype: np.dtype[np.generic]) -> torch.dtype:
     """PyTorch's name of a numpy type."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _memory(size: int, is_pinned: bool) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _numpy_type(tensor: torch.Tensor) -> np.dtype[np.generic]:

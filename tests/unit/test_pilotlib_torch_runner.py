@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,3 +120,59 @@ def test_inference_mode_is_a_choice_and_gradients_are_never_kept(is_on: bool) ->
 
     runner(Look(), INFERENCE_MODE=is_on).run([[np.ones((1, 2), np.float32)]])
     assert seen == [(is_on, False)]
+
+
+class Stream:
+    """Stands for a CUDA stream: counts how often it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The order of the GPU's steps, on the CPU: no GPU is needed, and none is tested."""
+    found = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)  # noqa: ARG005
+    monkeypatch.setattr(torch_runner, "_memory", lambda size, is_pinned: torch.empty(size, dtype=torch.uint8))  # noqa: ARG005
+    return found
+
+
+def as_on_gpu(run: TorchRunner, every: int = 0) -> TorchRunner:
+    run._is_gpu = True
+    run._how = replace(run._how, is_pinned=True, empty_cache_every=every)
+    run._until_cleaning = every
+    return run
+
+
+def test_on_a_gpu_a_run_waits_once_and_its_answers_lie_in_reused_memory(stream: Stream) -> None:
+    run = as_on_gpu(runner(torch_files.Difference(), ["OUTPUT__1", "OUTPUT__0"]))
+    requests = [[np.full((2, 3), index, np.float32), np.full((2, 3), 10, np.float32)] for index in range(3)]
+    for round_ in range(1, 3):
+        for index, (more, less) in enumerate(run.run(requests)):
+            assert more.tolist() == [[index + 10.0] * 3] * 2
+            assert less.tolist() == [[index - 10.0] * 3] * 2
+        assert stream.waits == round_
+    places = [np.shares_memory(run.run(requests)[0][0], run._fetched_into[0]._flat) for _ in range(2)]
+    assert places == [True, True]
+
+
+def test_after_a_failed_run_on_a_gpu_the_stream_is_waited_for(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(None))
+    run = as_on_gpu(runner(torch_files.Pick()))
+    with pytest.raises(IndexError):
+        run.run([[np.array([[99]])]])
+    assert (stream.waits, len(freed)) == (1, 1)
+
+
+def test_the_cache_is_emptied_every_so_many_runs(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(stream.waits))
+    run = as_on_gpu(runner(torch_files.Scale()), every=3)
+    for _ in range(7):
+        run.run([[np.ones((1, 2), np.float32)]])
+    assert freed == [3, 6]
