@@ -12,17 +12,14 @@ import copy
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from tritonclient.utils import serialize_byte_tensor
 
 from tritonpilot.client import coalesce, endpoints, retry, served
+from tritonpilot.client.calls import Call, Errand, Key, Lane, Route
 from tritonpilot.client.endpoints import Endpoint
 from tritonpilot.client.errors import (
     CallError,
@@ -32,22 +29,15 @@ from tritonpilot.client.errors import (
     InputError,
     ModelFaultError,
 )
-from tritonpilot.client.placement import Placement, place
-from tritonpilot.client.served import Array, Checked, Served
-from tritonpilot.client.shared_memory import Region, Regions, UnavailableError
-from tritonpilot.client.transport import Answer, Place, Request, Transport, connect, reach
-from tritonpilot.control_key import VARIABLE, control_key, key_file
-from tritonpilot.errors import HostError
-from tritonpilot.tritonserver import CONTROL_HEADER
+from tritonpilot.client.served import Array, Served
+from tritonpilot.client.server import SHARED_MEMORY_BYTES, Server, SharedMemory, Sharing
+from tritonpilot.client.transport import Request, reach
 
 DEADLINE_MS = 30_000.0
 CLOSE_GRACE_S = 5.0
 SMALL_CALL_BYTES = 1 << 18  # above that, the stack's share of a call is small, and joining only copies
-SHARED_MEMORY_BYTES = 1 << 18  # measured: docs/client.md
-DOUBTFUL_S = 60.0  # a request whose tensors lie in shared memory is waited for that long after its callers left
 LATE_S = 0.005  # a refusal this close to the deadline is the deadline's
 
-SharedMemory = Literal["auto", "off"] | int
 T = TypeVar("T")
 
 
@@ -86,18 +76,15 @@ class AsyncClient:
         self._wait_s = coalesce_wait_ms / 1e3
         self._retries = retries
         self._budget = retry.Budget(retries)
-        self._shared_memory = shared_memory
-        self._shared_memory_bytes = shared_memory_bytes
-        self._key = control_key if control_key is not None else None
+        self._sharing = Sharing(shared_memory, shared_memory_bytes, control_key)
         self._pid = os.getpid()
         self._is_closed = False
-        self._transports: dict[int, Transport] = {}  # by id of the endpoint
-        self._regions: dict[int, Regions] = {}
+        self._servers: dict[int, Server] = {}  # by id of the endpoint
         self._served: dict[tuple[str, str], Served] = {}
         self._describing: dict[tuple[str, str], asyncio.Task[Served]] = {}
-        self._lanes: dict[_Key, _Lane] = {}
+        self._lanes: dict[Key, Lane] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._calls: set[_Call] = set()
+        self._calls: set[Call] = set()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -138,8 +125,8 @@ class AsyncClient:
                 f"{', '.join(described.outputs)}.",
                 unknown[0],
             )
-        route = _Route(described, level, tuple(outputs))
-        call = _Call(checked, loop.create_future(), deadline, asked_s)
+        route = Route(described, level, tuple(outputs))
+        call = Call(checked, loop.create_future(), deadline, asked_s)
         self._add(call, route, loop)
         timer = loop.call_at(deadline, call.expire)
         self._calls.add(call)
@@ -168,12 +155,9 @@ class AsyncClient:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for regions in self._regions.values():
-            await regions.close()
-        for transport in self._transports.values():
-            await transport.close()
-        self._regions.clear()
-        self._transports.clear()
+        for server in self._servers.values():
+            await server.close()
+        self._servers.clear()
 
     # -- from calls to requests ----------------------------------------------------------------------------------------
 
@@ -185,7 +169,7 @@ class AsyncClient:
         if self._is_closed:
             raise ClosedError("This client was closed. Nothing was sent. Make a new one.")
 
-    def _add(self, call: _Call, route: _Route, loop: asyncio.AbstractEventLoop) -> None:
+    def _add(self, call: Call, route: Route, loop: asyncio.AbstractEventLoop) -> None:
         model = route.served
         if not (self._may_join and model.may_join and call.bytes <= SMALL_CALL_BYTES):
             self._start(route, [call], None)
@@ -194,7 +178,7 @@ class AsyncClient:
         lane = self._lanes.get(key)
         if lane is None:
             limits = coalesce.Limits(rows=model.max_batch_size, wait_s=self._wait_s)
-            lane = self._lanes[key] = _Lane(key, route, limits)
+            lane = self._lanes[key] = Lane(key, route, limits)
         call.since = loop.time()
         lane.waiting.append(call)
         if not lane.is_looked_at:
@@ -202,7 +186,7 @@ class AsyncClient:
             lane.is_looked_at = True
             loop.call_soon(self._look, lane)
 
-    def _look(self, lane: _Lane) -> None:
+    def _look(self, lane: Lane) -> None:
         lane.is_looked_at = False
         if lane.timer is not None:
             lane.timer.cancel()
@@ -223,8 +207,8 @@ class AsyncClient:
         elif not lane.in_flight:
             self._lanes.pop(lane.key, None)
 
-    def _send_all(self, lane: _Lane) -> None:
-        calls: list[_Call] = []
+    def _send_all(self, lane: Lane) -> None:
+        calls: list[Call] = []
         rows = 0
         while lane.waiting:
             call = lane.waiting.popleft()
@@ -236,8 +220,8 @@ class AsyncClient:
         if calls:
             self._start(lane.route, calls, lane)
 
-    def _start(self, route: _Route, calls: list[_Call], lane: _Lane | None) -> None:
-        errand = _Errand(calls)
+    def _start(self, route: Route, calls: list[Call], lane: Lane | None) -> None:
+        errand = Errand(calls)
         task = asyncio.create_task(self._carry(route, calls, errand))
         errand.task = task
         self._tasks.add(task)
@@ -255,7 +239,7 @@ class AsyncClient:
 
         task.add_done_callback(ended)
 
-    async def _carry(self, route: _Route, calls: list[_Call], errand: _Errand) -> None:
+    async def _carry(self, route: Route, calls: list[Call], errand: Errand) -> None:
         """Bring the calls their answers or errors, in one request or, when that is refused, in halves."""
         try:
             await self._anywhere(
@@ -318,7 +302,7 @@ class AsyncClient:
             if decision.wait_s:
                 await asyncio.sleep(decision.wait_s)
 
-    async def _ask(self, endpoint: Endpoint, route: _Route, calls: Sequence[_Call], errand: _Errand) -> None:
+    async def _ask(self, endpoint: Endpoint, route: Route, calls: Sequence[Call], errand: Errand) -> None:
         """One request for those of the calls that still wait; gives each its rows. Raises a CallError."""
         waiting = [call for call in calls if not call.future.done()]
         if not waiting:
@@ -338,7 +322,7 @@ class AsyncClient:
             route.level,
             max(1, int(left_s * 1e6)),
         )
-        found = await self._infer(endpoint, route, request, rows, errand)
+        found = await self._server(endpoint).infer(model, request, rows, errand)
         if model.max_batch_size:
             for name, array in found.items():
                 if not array.ndim or len(array) != rows:
@@ -349,47 +333,11 @@ class AsyncClient:
         for call, (start, stop) in zip(waiting, coalesce.spans([call.size.rows for call in waiting]), strict=True):
             call.answer(found, start, stop, is_shared=len(waiting) > 1, is_batched=model.max_batch_size > 0)
 
-    async def _infer(
-        self, endpoint: Endpoint, route: _Route, request: Request, rows: int, errand: _Errand
-    ) -> Mapping[str, Array]:
-        transport = self._transport(endpoint)
-        regions = self._regions_of(endpoint, transport)
-        if regions is not None and regions.is_available:
-            model = route.served
-            plan = _placement(model, request, rows, self._shared_memory_bytes)
-            if plan.bytes:
-                with suppress(UnavailableError):
-                    async with regions.borrowed(plan.bytes) as region:
-                        errand.is_doubtful = True  # the server reads and writes the region until it has answered
-                        try:
-                            return await _infer_through(region, plan, transport, model, request, rows)
-                        except CallError as error:
-                            if "shared memory region" not in str(error):
-                                raise
-                        finally:
-                            errand.is_doubtful = False
-                    await regions.forget()  # the server was started again: it has none of ours
-        return (await transport.infer(request)).arrays
-
-    def _transport(self, endpoint: Endpoint) -> Transport:
-        transport = self._transports.get(id(endpoint))
-        if transport is None:
-            transport = self._transports[id(endpoint)] = connect(endpoint, self._control_header())
-        return transport
-
-    def _control_header(self) -> tuple[str, str] | None:
-        if self._key is None:
-            self._key = _known_key()
-        return (CONTROL_HEADER, self._key) if self._key else None
-
-    def _regions_of(self, endpoint: Endpoint, transport: Transport) -> Regions | None:
-        if self._shared_memory == "off" or not endpoint.is_loopback:
-            return None
-        regions = self._regions.get(id(endpoint))
-        if regions is None:
-            device = None if self._shared_memory == "auto" else self._shared_memory
-            regions = self._regions[id(endpoint)] = Regions(transport, device)
-        return regions
+    def _server(self, endpoint: Endpoint) -> Server:
+        server = self._servers.get(id(endpoint))
+        if server is None:
+            server = self._servers[id(endpoint)] = Server(endpoint, self._sharing)
+        return server
 
     # -- what a model takes --------------------------------------------------------------------------------------------
 
@@ -422,155 +370,6 @@ class AsyncClient:
         return found
 
     async def _describe(self, endpoint: Endpoint, model: str, version: str) -> Served:
-        config = await self._transport(endpoint).config(model, version)
+        config = await self._server(endpoint).config(model, version)
         found = self._served[model, version] = served.from_config(config, version)
         return found
-
-
-_Key = tuple[Served, int, tuple[str, ...], tuple[Any, ...], int]
-
-
-class _Route:
-    """What every call of a request has in common."""
-
-    __slots__ = ("level", "outputs", "served")
-
-    def __init__(self, model: Served, level: int, outputs: tuple[str, ...]) -> None:
-        self.served = model
-        self.level = level
-        self.outputs = outputs
-
-
-class _Call:
-    """One prediction that somebody waits for."""
-
-    __slots__ = ("arrays", "asked_s", "bytes", "deadline", "errand", "future", "is_single", "since", "size")
-
-    def __init__(
-        self, checked: Checked, future: asyncio.Future[dict[str, Array]], deadline: float, asked_s: float
-    ) -> None:
-        self.arrays = checked.arrays
-        self.is_single = checked.is_single
-        self.bytes = served.size_of(checked.arrays)
-        self.size = coalesce.Size(checked.rows, self.bytes)
-        self.future = future
-        self.deadline = deadline
-        self.asked_s = asked_s
-        self.since = 0.0
-        self.errand: _Errand | None = None
-
-    def shapes(self) -> tuple[Any, ...]:
-        return tuple([(name, array.shape[1:]) for name, array in self.arrays.items()])
-
-    def answer(self, found: Mapping[str, Array], start: int, stop: int, *, is_shared: bool, is_batched: bool) -> None:
-        if self.future.done():
-            return
-        if not is_batched:
-            self.future.set_result(dict(found))
-            return
-        part: Any = start if self.is_single else slice(start, stop)
-        # A copy: nobody's answer keeps the rows of others in memory.
-        self.future.set_result(
-            {name: np.array(array[part]) if is_shared else array[part] for name, array in found.items()}
-        )
-
-    def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-    def expire(self) -> None:
-        self.fail(self.late())
-
-    def late(self, more: str = "") -> DeadlineError:
-        return DeadlineError(
-            f"There was no answer within {self.asked_s * 1e3:g} ms{more}. Ask for more time, or send less."
-        )
-
-
-class _Errand:
-    """The calls that were sent together; it ends when none of them waits any more."""
-
-    __slots__ = ("calls", "is_doubtful", "task")
-
-    def __init__(self, calls: Sequence[_Call]) -> None:
-        self.calls = calls
-        self.task: asyncio.Task[None] | None = None
-        self.is_doubtful = False
-        for call in calls:
-            call.errand = self
-
-    def left(self) -> None:
-        """A caller went, with an answer or without: nobody needs the request when all are gone."""
-        if self.task is None or self.task.done() or not all(call.future.done() for call in self.calls):
-            return
-        if self.is_doubtful:
-            self.task.get_loop().call_later(DOUBTFUL_S, self.task.cancel)
-        else:
-            self.task.cancel()
-
-
-class _Lane:
-    """Calls that may share a request, and how many of its requests are on the way."""
-
-    __slots__ = ("in_flight", "is_looked_at", "key", "limits", "route", "timer", "waiting")
-
-    def __init__(self, key: _Key, route: _Route, limits: coalesce.Limits) -> None:
-        self.key = key
-        self.route = route
-        self.limits = limits
-        self.waiting: deque[_Call] = deque()
-        self.in_flight = 0
-        self.is_looked_at = False
-        self.timer: asyncio.TimerHandle | None = None
-
-
-def _placement(model: Served, request: Request, rows: int, threshold: int) -> Placement:
-    inputs = {name: served.size_of({name: array}) for name, (kind, array) in request.inputs.items() if kind != "BF16"}
-    wanted = request.outputs or tuple(model.outputs)
-    outputs = {
-        name: served.output_bytes(model.outputs[name], rows, model.max_batch_size > 0)
-        for name in wanted
-        if model.outputs[name].data_type != "BF16"
-    }
-    return place(inputs, outputs, threshold)
-
-
-async def _infer_through(
-    region: Region, plan: Placement, transport: Transport, model: Served, request: Request, rows: int
-) -> Mapping[str, Array]:
-    """The request with the placed tensors in the region instead of in the body."""
-    placed_inputs = {}
-    for name, offset in plan.inputs.items():
-        array = request.inputs[name][1]
-        if array.dtype.kind == "O":
-            array = np.frombuffer(serialize_byte_tensor(array).item(), np.uint8)
-        region.write(array, offset)
-        placed_inputs[name] = Place(region.name, array.nbytes, offset)
-    placed_outputs = {
-        name: Place(region.name, served.output_bytes(model.outputs[name], rows, model.max_batch_size > 0), offset)
-        for name, offset in plan.outputs.items()
-    }
-    answer: Answer = await transport.infer(
-        Request(
-            request.model,
-            request.version,
-            request.inputs,
-            request.outputs or tuple(model.outputs),
-            request.priority,
-            request.timeout_us,
-            placed_inputs,
-            placed_outputs,
-        )
-    )
-    arrays = dict(answer.arrays)
-    for name, shape in answer.placed_shapes.items():
-        arrays[name] = region.read(model.outputs[name].dtype, shape, plan.outputs[name])
-    return arrays
-
-
-def _known_key() -> str:
-    """The control key of a server on this machine, "" when this user has none; never makes one."""
-    try:
-        return control_key().value if VARIABLE in os.environ or Path(key_file()).is_file() else ""
-    except HostError:
-        return ""
