@@ -1,6 +1,6 @@
 """How does each request get its rows of a run's outputs? By cutting them where its rows of the inputs lay.
 
-    split([scores], ["score"], rows=[2, 1], total=3)  -> [[scores[:2]], [scores[2:]]]
+split([scores], ["score"], rows=[2, 1], total=3)  -> [[scores[:2]], [scores[2:]]]
 """
 
 from __future__ import annotations
