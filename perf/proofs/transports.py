@@ -25,7 +25,8 @@ Answer = Mapping[str, npt.NDArray[Any]]
 def transports_agree(bench: Bench) -> Outcome:
     """The largest difference of any number in any answer from the same request's by HTTP with binary tensors.
 
-    One request is on the way at a time, so that the server computes each of them with the same company: none.
+    One request is on the way at a time, so that the server computes each of them with the same company: none. Photos and pages
+    are left out of JSON, which has no form for bytes that are not UTF-8.
     """
     found: dict[str, float] = {}
     compared = 0
