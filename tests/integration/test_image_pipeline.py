@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,10 @@ def test_logits_that_are_no_numbers_are_refused_and_mates_answered(sender: Sende
     first, middle, last = sender.send(requests)
     assert '"logits": row 1: class 77 is ' in middle.error
     assert first.outputs["index"].tolist() == last.outputs["index"].tolist() == np.argsort(-logits)[:, :5].tolist()
+
+
+def test_the_call_in_the_readme_names_the_dog(server: EmbeddedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "models" / "image" / "README.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "tritonclient" in block)
+    exec(block.replace("127.0.0.1:8000", server.endpoints.http), {})  # noqa: S102  our own README
+    assert capsys.readouterr().out.startswith("[b'Bullmastiff' b'Boxer'")
