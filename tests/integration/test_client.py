@@ -458,6 +458,16 @@ async def test_without_the_key_big_tensors_go_in_the_body(server: EmbeddedServer
         np.testing.assert_array_equal(answer["OUTPUT"], batch)
 
 
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU")
+async def test_without_a_gpu_tensors_for_its_memory_go_in_the_body(server: EmbeddedServer, url: str) -> None:
+    batch = np.ones((2, 300_000), np.float32)
+    async with AsyncClient(url, shared_memory=0) as client:
+        answer = await client.predict("big", {"INPUT": batch})
+        assert regions(server) == []
+
+    np.testing.assert_array_equal(answer["OUTPUT"], batch)
+
+
 async def test_a_server_that_was_started_again_is_used_again(repository: Path, free_port: int) -> None:
     batch = {"INPUT": np.ones((2, 300_000), np.float32)}
     options: dict[str, Any] = {"models": ["big"], "http_port": free_port}
