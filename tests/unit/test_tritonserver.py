@@ -10,6 +10,7 @@ from tritonpilot import host
 from tritonpilot.errors import HostError
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
+    MALLOC,
     STUB,
     Backends,
     Installation,
@@ -131,7 +132,9 @@ def test_models_get_our_interpreter_and_not_the_key(tmp_path: Path) -> None:
     found = Installation(tmp_path, "", tmp_path, libraries=(Path("/wheel/libs"),))
     base = {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine", "TRITONPILOT_CONTROL_KEY": KEY, "HOME": "/home/me"}
     seen = replace(host.observe(), executable=Path("/venv/bin/python"), libpython=Path("/python/lib/libpython.so"))
-    assert environment(found, seen, base) == {
+    base["MALLOC_TOP_PAD_"] = "0"  # what the caller says stays
+    assert environment(found, seen, base) == MALLOC | {
+        "MALLOC_TOP_PAD_": "0",
         "PATH": "/venv/bin:/usr/bin",
         "LD_LIBRARY_PATH": "/wheel/libs:/python/lib:/mine",
         "HOME": "/home/me",
