@@ -197,6 +197,16 @@ async def test_answers_of_several_rows_are_split_where_their_calls_end(url: str)
         np.testing.assert_array_equal(answer["OUTPUT"], batch * 2)
 
 
+async def test_joined_requests_hold_no_more_rows_than_is_asked(server: EmbeddedServer, url: str) -> None:
+    async with AsyncClient(url, coalesce_rows=4) as client:
+        await client.predict("picky", row(0))
+        before = requests_and_rows(server, "picky")
+        await asyncio.gather(*(client.predict("picky", row(number)) for number in range(32)))
+
+    requests, rows = (after - old for after, old in zip(requests_and_rows(server, "picky"), before, strict=True))
+    assert (requests, rows) == (8, 32)
+
+
 async def test_one_bad_call_fails_alone_and_names_its_field(url: str) -> None:
     async with AsyncClient(url) as client:
         await client.predict("picky", row(0))

@@ -46,7 +46,8 @@ class AsyncClient:
 
     `servers`: "host:port" or URLs of the schemes http, https, grpc, grpcs. `deadline_ms` and `caller_class` hold for calls that
     state none. `coalesce` joins concurrent small calls into one request; while one of the same kind is on the way, a call
-    waits for company for at most `coalesce_wait_ms`. `retries` says how retryable rejections are repeated.
+    waits for company for at most `coalesce_wait_ms`; `coalesce_rows` bounds a request's rows below the model's max_batch_size.
+    `retries` says how retryable rejections are repeated.
     `shared_memory`: "auto" puts big tensors there when the server is on this machine and the control key is known (given,
     in TRITONPILOT_CONTROL_KEY, or in the state file), "off" never; a number is the index of the GPU to put them on.
 
@@ -61,6 +62,7 @@ class AsyncClient:
         caller_class: str | None = None,
         coalesce: bool = True,
         coalesce_wait_ms: float = 1.0,
+        coalesce_rows: int = 0,
         retries: retry.Policy = retry.Policy(),  # noqa: B008  frozen
         shared_memory: SharedMemory = "auto",
         shared_memory_bytes: int = SHARED_MEMORY_BYTES,
@@ -74,6 +76,7 @@ class AsyncClient:
         self._caller_class = caller_class
         self._may_join = coalesce
         self._wait_s = coalesce_wait_ms / 1e3
+        self._most_rows = coalesce_rows
         self._retries = retries
         self._budget = retry.Budget(retries)
         self._sharing = Sharing(shared_memory, shared_memory_bytes, control_key)
@@ -177,7 +180,8 @@ class AsyncClient:
         key = (model, route.level, route.outputs, call.shapes(), coalesce.deadline_band(call.asked_s))
         lane = self._lanes.get(key)
         if lane is None:
-            limits = coalesce.Limits(rows=model.max_batch_size, wait_s=self._wait_s)
+            rows = min(model.max_batch_size, self._most_rows or model.max_batch_size)
+            limits = coalesce.Limits(rows=rows, wait_s=self._wait_s)
             lane = self._lanes[key] = Lane(key, route, limits)
         call.since = loop.time()
         lane.waiting.append(call)
