@@ -192,11 +192,11 @@ def carry_out(claim: Claim, *, quick: bool, say: Callable[[str], None], limits: 
     outcome = claim.prove(bench)
     return Result(
         name=claim.name,
-        value=round(outcome.value, 6),
+        value=_figures(outcome.value),
         unit=claim.unit,
         bar=str(claim.bar),
         ok=outcome.ok and claim.bar.holds(outcome.value),
-        spread=round(outcome.spread, 6),
+        spread=_figures(outcome.spread),
         rounds=outcome.rounds,
         quick=quick,
         command=f"{'QUICK=1 ' if quick else ''}make prove NAME={claim.name}",
@@ -273,6 +273,11 @@ def _attempt(measure: Callable[[], Round]) -> Round | MeasurementError:
         return measure()
     except MeasurementError as error:
         return error
+
+
+def _figures(value: float) -> float:
+    """Six significant figures: a difference of 1e-7 is not 0."""
+    return float(f"{value:.6g}")
 
 
 def _git(*argv: str) -> str:

@@ -27,6 +27,7 @@ CALM = Sample(10, 5, 1, 3)
 NAMES = [
     "ctr_auc",
     "image_top1",
+    "ocr_lines",
     "served_equals_inprocess",
     "mean_batch",
     "priority_overtakes",
@@ -34,6 +35,14 @@ NAMES = [
     "ctr64_efficiency",
     "image_efficiency",
     "jpeg_efficiency",
+    "text_batch_mates",
+    "text_efficiency",
+    "client_coalescing",
+    "transports_agree",
+    "single_row_cost",
+    "onnx_conformance",
+    "memory_flat",
+    "bad_inputs_isolated",
     "strict_config_loads",
     "demo_time",
 ]
