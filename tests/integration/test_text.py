@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,3 +160,15 @@ def test_mates_of_the_net_are_safe_from_ids_and_masks_that_no_tokenizer_makes(se
     for place in (0, 2, 4, 5, 6, 8, 10, 11):
         assert np.abs(found[place] - expected).max() <= TOLERANCE
     assert np.isfinite(found[3]).all()
+
+
+def test_the_call_of_the_readme_answers(served: EmbeddedServer) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Client(" in block)
+    assert "127.0.0.1:8000" in code
+    code = code.replace("127.0.0.1:8000", served.endpoints.http) + "print(answer['sentence_embedding'].shape)\n"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n(384,)\n")
