@@ -52,7 +52,7 @@ CLAIMS = {
               "server for one-row ctr calls of 64 callers through tritonpilot.client, against tritonclient", needs_quiet=True),
         Claim("transports_agree", transports.transports_agree, "max abs difference", Bar("<=", 0), "the same requests to every "
               "example service by HTTP JSON, HTTP binary, gRPC, shared memory and the client"),
-        Claim("single_row_cost", single_row.single_row_cost, "calls in process", Bar("<=", 3), "CPU time of a single-row ctr "
+        Claim("single_row_cost", single_row.single_row_cost, "calls in process", Bar("<=", 2), "CPU time of a single-row ctr "
               "request over HTTP, tritonserver and stub together, against a batch-1 call of ONNX Runtime; gRPC and the "
               "breakdown in the details", needs_quiet=True),
         Claim("onnx_conformance", conformance.onnx_conformance, "of cases", Bar(">=", 1), "share of at least 300 of ONNX's own "
