@@ -18,7 +18,6 @@ from perf import machine
 from perf.frame import Bench, Outcome, median, spread
 from tritonpilot.server import EmbeddedServer
 
-CALLERS = 4  # one executes, one is being prepared, two travel: the core is never idle
 ROUNDS = 5
 QUICK_ROUNDS = 2
 TURNS = 10

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from perf.closed_loop import ClosedLoop
-from perf.efficiency import CALLERS, against_alone
+from perf.efficiency import against_alone
 from perf.frame import Bench, Outcome
 from perf.inprocess import InProcess
 from perf.subjects import cut, model_file, sample_rows, services, serving
 
 ROWS = 64
 BATCHES = 61
+CALLERS = 8  # saturation: four requests execute (max_batch_size 256), four wait or travel, so no execution is partly filled
 
 
 def ctr64_efficiency(bench: Bench) -> Outcome:
