@@ -10,7 +10,7 @@ from perf.subjects import cut, model_file, sample_rows, services, serving
 
 ROWS = 64
 BATCHES = 61
-CALLERS = 8  # saturation: four requests execute (max_batch_size 256), four wait or travel, so no execution is partly filled
+CALLERS = 8  # saturation: four requests execute (max_batch_size 256), four wait or travel, so every execution is full
 
 
 def ctr64_efficiency(bench: Bench) -> Outcome:
