@@ -38,12 +38,11 @@ WITH, WITHOUT = "waker_auto", "waker_off"
 
 SERVICE = """\
 service: {name}
-model: {{file: model.onnx}}
+model: {{file: model.onnx, parameters: {{pilot_waker: "{waker}"}}}}
 batching: {{max_batch_size: 8}}
 classes:
   - {{name: realtime, priority: 1}}
   - {{name: batch, priority: 2}}
-parameters: {{pilot_waker: "{waker}"}}
 """
 
 

@@ -16,7 +16,8 @@ HEAD = """# Generic backends
 
 What runs before and behind a model, without code in the model folder: name one as `model.backend` of a step
 ([services.md](services.md)). Dims are those of one row; -1 is any length. A parameter in `model.parameters` that is unknown or
-out of range refuses the model. This page is made from the backends (`python -m pilotlib.reference python_backend`).
+out of range refuses the model when it is loaded. This page is made from the backends:
+`python -m pilotlib.reference python_backend`.
 """
 
 

@@ -462,6 +462,14 @@ def test_a_python_step_stays_on_the_cpu_when_the_model_goes_to_the_gpu(scores: C
         ("dims: [2]", "dims: [3]", "no step makes the pipeline's output label as BYTES[3]"),
         ("files: [build/labels.txt], ", "", "The backend labels reads labels.txt, which is not there"),
         ("{k: 2}", "{k: two}", 'k is "two", but must be a whole number'),
+        ("{k: 2}", "{k: 0}", 'k is "0", but must be a whole number of at least 1'),
+        (
+            "outputs: [{name: label, data_type: BYTES, dims: [2]}]",
+            "outputs: [{name: logits, data_type: FP32, dims: [4]}]",
+            "step 2 .labels. makes .*, which no later step and no caller reads",
+        ),
+        ("samples: build/requests.npz", "samples: build/rows.npz", "rows.npz do not exist"),
+        ("inputs: [{name: in,", "inputs: [{name: x,", "no array for the input x"),
         ("build/labels.txt", "build/names.txt", "the model file .*names.txt does not exist.*--prepare"),
         ("backend: labels, ", "backend: lables, ", "inputs and outputs of the backend lables cannot be read"),
         ("files: [build/labels.txt]", "files: [build/labels.txt, labels.txt]", "would be named labels.txt"),
@@ -491,6 +499,30 @@ def test_a_step_may_not_take_the_name_of_another_service(scores: Callable[..., l
 
     with pytest.raises(SpecError, match="Two models would be named scores_net"):
         build.plan(load_services(tmp_path / "models"))
+
+
+def test_a_step_that_reads_what_callers_send_is_probed_with_their_row(
+    scores: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    publish(tmp_path / "repository", [plan.folder for plan in build.plan(scores())])
+
+    probes = build.probe_inputs(tmp_path / "models", tmp_path / "repository")
+
+    assert probes["scores"]["in"].tolist() == [[1, 0, 0, 0]]
+    assert probes["scores_net"]["x"].tolist() == [[1, 0, 0, 0]]
+    assert "scores_labels" not in probes, "what it reads only the server knows"
+
+
+def test_a_missing_file_of_a_step_is_made_by_the_name_that_one_wrote(
+    scores: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    services = scores()
+    (tmp_path / "models/scores/build/labels.txt").unlink()
+
+    with pytest.raises(ModelError, match="Run `tritonpilot build scores --prepare`"):
+        build.plan(services)
+
+    assert [path.name for path in build.missing_files(services, "auto")] == ["make.py"]
 
 
 def test_one_script_makes_the_files_of_all_steps_of_a_pipeline(

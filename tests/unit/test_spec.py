@@ -153,6 +153,13 @@ batching: {max_batch_size: 8, queue_delay_us: 900}
         ("  steps:", "  driver: {backend: ocr}\n  steps:", 2, "the driver calls step decode itself"),
         ("  steps:", "  driver: {file: x.onnx}\n  steps:", 2, "a driver is a backend"),
         ("batching:", "warmup: {}\nbatching:", 1, "belong to the steps of a pipeline"),
+        ("name: net, model: {file: model.onnx}", "service: photos", 1, "a step names the pipeline photos itself"),
+        (
+            "inputs: [{name: photo, data_type: BYTES, dims: [1]}]",
+            "inputs: [{name: photo, data_type: BYTES, dims: [1]}, {name: photo, data_type: FP32, dims: [1]}]",
+            2,
+            "two inputs are named photo",
+        ),
         ("batching:", "instances: [{count: 2}]\nbatching:", 1, "give each step its `instances`"),
         ("{backend: image_decode}", "{backend: image_decode, parametrs: {}}", 6, "did you mean parameters?"),
         (

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tritonpilot.errors import ModelError
+from tritonpilot.errors import ModelError, SpecError
 from tritonpilot.onnx_model import Signature, TensorSignature
-from tritonpilot.spec import DataType
+from tritonpilot.spec import INT32_MAX, DataType
 
 
 class _Tensor(NamedTuple):
@@ -33,7 +33,7 @@ Files = Mapping[str, Path]
 def signature(backend: str, parameters: Parameters, files: Files, *, is_batched: bool) -> Signature | None:
     """Full shapes, with the batch dimension first where there is one; None when the backend is none of ours.
 
-    Raises ModelError when a parameter or file that they follow from cannot be read.
+    Raises SpecError for a parameter, ModelError for a file that they follow from and that cannot be read.
     """
     tensors = _TENSORS.get(backend)
     if tensors is None:
@@ -68,7 +68,7 @@ def _tokenize(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
 
 
 def _embedding(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
-    dims = _number(parameters, "dims", 0) or -1
+    dims = _number(parameters, "dims", 0, least=0) or -1
     if parameters.get("pooling", "mean") == "none":
         inputs = [_Tensor("embedding", "FP32", (-1,))]
     else:
@@ -118,15 +118,18 @@ _TENSORS: Mapping[str, Callable[[Parameters, Files], Tensors]] = {
 }
 
 
-def _number(parameters: Parameters, name: str, default: int) -> int:
+def _number(parameters: Parameters, name: str, default: int, least: int = 1) -> int:
     text = parameters.get(name, str(default))
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise ModelError(
-            f'The parameter {name} is "{text}", but must be a whole number. Nothing was changed. Correct it in the '
-            "service file."
-        ) from None
+        number = least - 1
+    if not least <= number <= INT32_MAX:
+        raise SpecError(
+            f'The parameter {name} is "{text}", but must be a whole number of at least {least}. Nothing was changed. '
+            "Correct it in the service file."
+        )
+    return number
 
 
 def _file(files: Files, name: str, backend: str) -> Path:

@@ -22,8 +22,8 @@ from tritonpilot import backends, model_config, samples
 from tritonpilot.errors import DriftError, ModelError, SpecError
 from tritonpilot.model_config import Target
 from tritonpilot.onnx_model import Signature, external_files, read_signature
-from tritonpilot.pipeline import parts
-from tritonpilot.repository import Change, ModelFolder, compare, versions
+from tritonpilot.pipeline import parts, step_model
+from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, versions
 from tritonpilot.repository import models as repository_models
 from tritonpilot.spec import SERVICE_FILE, Service, SpecificVersions, load_services
 
@@ -58,10 +58,10 @@ def prepare(
     Services that a pipeline names are looked up in `others` too. Raises ModelError when a script fails or does not make
     its files.
     """
-    for script, wanted in _preparations(with_members(services, by_name(others)), target).items():
+    for script, wanted in missing_files(services, target, others).items():
         missing = [file for file in wanted if not file.is_file()]
         if not missing:
-            continue
+            continue  # another script made them
         name = script.parent.name
         if not script.is_file():
             raise ModelError(
@@ -83,6 +83,14 @@ def prepare(
         narrate(f"{name}: made them in {time.monotonic() - started:.0f} s")
 
 
+def missing_files(
+    services: Sequence[Service], target: Target, others: Sequence[Service] = ()
+) -> dict[Path, list[Path]]:
+    """Prepare script -> the files that it makes, for each script of which some are missing."""
+    found = _preparations(with_members(services, by_name(others)), target)
+    return {script: wanted for script, wanted in found.items() if not all(file.is_file() for file in wanted)}
+
+
 def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[Service] = ()) -> list[Plan]:
     """Check every service against its models and work out its model folders: one, or one for each part of a pipeline.
 
@@ -99,6 +107,7 @@ def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[
         # An ensemble may be a step of another one: those whose members are known go first.
         ready = [s for s in waiting if not {w.service for w in waiting} & _members(s)] or waiting[:1]
         for service in ready:
+            _sample_row(service, model_config.pipeline_signature(service))
             config = model_config.generate_ensemble(service, configs)
             configs[service.service] = config
             text = model_config.to_text(config, _source(service))
@@ -148,7 +157,29 @@ def probe_inputs(models: Path, root: Path) -> dict[str, dict[str, NDArray[Any]]]
         if path is not None and path.is_file() and part.service in served:
             is_batched = part.batching.max_batch_size > 0
             found[part.service] = samples.first_request(samples.read(path), is_batched=is_batched)
+        if part.pipeline is not None and part.service in found:
+            found.update(_probes_of_steps(part, root, found))
     return found
+
+
+def _probes_of_steps(
+    service: Service, root: Path, found: Mapping[str, dict[str, NDArray[Any]]]
+) -> dict[str, dict[str, NDArray[Any]]]:
+    """The pipeline's row for those of its steps that have no samples and read nothing but the pipeline's inputs."""
+    assert service.pipeline is not None
+    row = found[service.service]
+    probes = {}
+    for step in service.pipeline.steps:
+        name = step_model(service, step)
+        if name in found or not (root / name / CONFIG_FILE).is_file():
+            continue
+        config = model_config.parse(
+            (root / name / CONFIG_FILE).read_text(encoding="utf-8"), str(root / name / CONFIG_FILE)
+        )
+        sources = {tensor.name: step.inputs.get(tensor.name, tensor.name) for tensor in config.input}
+        if set(sources.values()) <= set(row):
+            probes[name] = {tensor: row[source] for tensor, source in sources.items()}
+    return probes
 
 
 def _plan_model(service: Service, target: Target) -> Plan:
@@ -192,7 +223,6 @@ def _signature(service: Service, target: Target, files: Mapping[str, Path]) -> S
 
 def _sample_row(service: Service, signature: Signature) -> dict[str, NDArray[Any]] | None:
     """The first sample of each input, checked against the model; None when the service has no samples."""
-    assert service.model is not None
     if service.samples is None:
         return None
     arrays = samples.read(service.samples)
@@ -254,5 +284,5 @@ def _source(service: Service) -> str:
 
 def _how_to_prepare(service: Service, otherwise: str) -> str:
     if service.model and service.model.prepare:
-        return f"Run `tritonpilot build {service.service} --prepare`, which makes it with {service.model.prepare}."
+        return f"Run `tritonpilot build {service.written_as} --prepare`, which makes it with {service.model.prepare}."
     return otherwise[0].upper() + otherwise[1:]

@@ -88,6 +88,18 @@ def build(
     everything = spec.load_services(models)  # a pipeline is checked against the services that it names
     if prepare and not (check or dry_run):
         building.prepare(services, target, _narrate, everything)
+    elif prepare and dry_run:
+        pending = building.missing_files(services, target, everything)
+        for script, files in pending.items():
+            _narrate(
+                f"{script} would make {', '.join(file.name for file in files)}; what is built of them is known then"
+            )
+        folders = {script.parent for script in pending}
+        services = [
+            s
+            for s in services
+            if not {m.folder for m in building.with_members([s], building.by_name(everything))} & folders
+        ]
     plans = building.plan(services, target, everything)
     if check:
         changes = building.check(repository, plans)

@@ -219,7 +219,7 @@ class Control:
                 asked = "the given inputs" if inputs is not None else "zeros"
                 raise ServerError(
                     f"Model {name!r} is loaded, but does not answer an inference with {asked}: {_text(failed)}. It is not taken "
-                    "for ready. Look at the model, or give inputs that it accepts."
+                    "for ready. Look at the model, or give it inputs that it accepts: `samples` of its service or step."
                 ) from None
 
     def statistics(self, name: str = "", version: str = "", *, timeout_s: float = 10) -> list[ModelStatistics]:

@@ -125,6 +125,17 @@ def declared_signature(service: Service) -> Signature:
     return Signature(inputs, outputs)
 
 
+def pipeline_signature(service: Service) -> Signature:
+    """The inputs and outputs that a pipeline has for its callers."""
+    assert service.pipeline is not None
+    batch = (-1,) if service.batching.max_batch_size else ()
+    inputs, outputs = (
+        tuple(TensorSignature(t.name, t.data_type, (*batch, *t.dims)) for t in tensors)
+        for tensors in (service.pipeline.inputs, service.pipeline.outputs)
+    )
+    return Signature(inputs, outputs)
+
+
 def _what(service: Service) -> str:
     """How a message names what runs."""
     assert service.model is not None
@@ -234,9 +245,11 @@ def generate_ensemble(service: Service, members: Mapping[str, ModelConfig]) -> M
     for tensor in service.pipeline.outputs:
         config.output.add(name=tensor.name, data_type=_type_number(tensor.data_type), dims=tensor.dims)
     known = {tensor.name: tensor for tensor in config.input}
+    made_by_steps: dict[str, Any] = {}
     for number, step in enumerate(service.pipeline.steps, 1):
         made, inputs, outputs = _check_step(service, number, members, known)
         known.update(made)
+        made_by_steps.update(made)
         config.ensemble_scheduling.step.add(
             model_name=pipeline.step_model(service, step),
             model_version=step.version,
@@ -244,7 +257,7 @@ def generate_ensemble(service: Service, members: Mapping[str, ModelConfig]) -> M
             output_map=outputs,
         )
     for tensor in config.output:
-        found = known.get(tensor.name)
+        found = made_by_steps.get(tensor.name)
         if found is None or not _fits(found, tensor):
             raise SpecError(
                 f"{service.path}: no step makes the pipeline's output {tensor.name} as {_shown(tensor)}. "
@@ -299,6 +312,11 @@ def _check_step(
                 f"{at} reads {source} as {name}, but their types differ: {_shown(known[source])} is not "
                 f"{_shown(takes[name])}. Nothing was changed."
             )
+    if not outputs:
+        raise SpecError(
+            f"{at} makes {', '.join(makes)}, which no later step and no caller reads. Nothing was changed. Remove the step, or "
+            "map its outputs to what is read."
+        )
     again = [source for source in outputs.values() if source in known]
     if again:
         raise SpecError(

@@ -256,6 +256,11 @@ class Pipeline(Written):
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Pipeline:
+        for kind, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
+            names = [tensor.name for tensor in tensors]
+            again = [name for name in names if names.count(name) > 1]
+            if again:
+                raise ValueError(f"two {kind} are named {again[0]}; give each its own name")
         labels = [step.label for step in self.steps]
         twins = [label for label in labels if labels.count(label) > 1]
         if twins and (self.driver or any(step.name for step in self.steps if step.label == twins[0])):
@@ -293,11 +298,17 @@ class Service(Written):
     )
 
     _path: Path = PrivateAttr(default=Path(SERVICE_FILE))
+    _written_as: str = PrivateAttr(default="")
 
     @property
     def path(self) -> Path:
         """The file that this service was read from."""
         return self._path
+
+    @property
+    def written_as(self) -> str:
+        """The name in the service file: that of the whole pipeline, when this is a part of one."""
+        return self._written_as
 
     @property
     def folder(self) -> Path:
@@ -339,6 +350,8 @@ class Service(Written):
             if size > max(1, self.batching.max_batch_size):
                 raise ValueError(f"warmup batch size {size} is above max_batch_size {self.batching.max_batch_size}")
         if self.pipeline is not None:
+            if any(step.service == self.service for step in self.pipeline.steps):
+                raise ValueError(f"a step names the pipeline {self.service} itself; name another service")
             if self.warmup or self.rate_limiter or self.response_cache:
                 raise ValueError("warmup, rate_limiter and response_cache belong to the steps of a pipeline")
             if self.instances != [Instances()] and self.pipeline.driver is None:
@@ -376,6 +389,7 @@ def load_service(path: Path) -> Service:
     """
     service = written.read(path, Service, "`service: NAME`")
     service._path = path
+    service._written_as = service.service
     return service
 
 
