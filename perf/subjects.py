@@ -74,18 +74,26 @@ def built(say: Callable[[str], None], names: Sequence[str] = ()) -> Iterator[Pat
 
 
 @contextmanager
-def serving(bench: Bench, names: Sequence[str], *, is_pinned: bool = False) -> Iterator[Served]:
+def serving(bench: Bench, names: Sequence[str], *, is_pinned: bool = False, http_threads: int = 0) -> Iterator[Served]:
     """The named services on a server that ends with the block; see `serving_from`."""
-    with built(bench.say, names) as root, serving_from(root, bench, is_pinned=is_pinned) as served:
+    with (
+        built(bench.say, names) as root,
+        serving_from(root, bench, is_pinned=is_pinned, http_threads=http_threads) as served,
+    ):
         yield served
 
 
 @contextmanager
-def serving_from(root: Path, bench: Bench, *, is_pinned: bool) -> Iterator[Served]:
+def serving_from(root: Path, bench: Bench, *, is_pinned: bool, http_threads: int = 0) -> Iterator[Served]:
     """All models of a repository; `is_pinned`: the server to the bench's server core and we to its client core."""
     cpus = [bench.cores.server] if is_pinned else None
     probes = build.probe_inputs(PROJECT / "models", root)
-    with EmbeddedServer(root, cpus=cpus, on_progress=bench.say, probe_inputs=probes) as server, ExitStack() as stack:
+    with (
+        EmbeddedServer(
+            root, cpus=cpus, on_progress=bench.say, probe_inputs=probes, http_threads=http_threads
+        ) as server,
+        ExitStack() as stack,
+    ):
         # NOTE: after the start, for the server may only be given cores that we have ourselves.
         if is_pinned:
             stack.enter_context(machine.pinned(bench.cores.client))

@@ -14,12 +14,12 @@ CALLERS = 8  # saturation: four requests execute (max_batch_size 256), four wait
 
 
 def ctr64_efficiency(bench: Bench) -> Outcome:
-    """64-row ctr requests over HTTP."""
+    """64-row ctr requests over HTTP; one HTTP thread, as fits one core."""
     service = services(["ctr"])["ctr"]
     rows = sample_rows(service)
     batches = [cut(rows, start, ROWS) for start in range(0, ROWS * BATCHES, ROWS)]
     with (
-        serving(bench, ["ctr"], is_pinned=True) as served,
+        serving(bench, ["ctr"], is_pinned=True, http_threads=1) as served,
         InProcess(model_file(service), bench.cores.server) as alone,
         ClosedLoop(served.server.endpoints.http, "ctr", batches, CALLERS) as callers,
     ):

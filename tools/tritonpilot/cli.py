@@ -129,6 +129,12 @@ def serve(
     strict_config: Annotated[bool, typer.Option(help="Forbid Triton to complete a config.pbtxt.")] = False,
     rate_limit: Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")] = False,
     cache_mb: Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)] = 0,
+    http_threads: Annotated[
+        int,
+        typer.Option(
+            help="Triton's HTTP threads; 0: its default. On one core 1 costs least; load over gRPC then.", min=0
+        ),
+    ] = 0,
     models: Models = MODELS,
     as_json: Json = False,
 ) -> None:
@@ -144,6 +150,7 @@ def serve(
         strict_config=strict_config,
         rate_limit=rate_limit,
         cache_size_bytes=cache_mb << 20,
+        http_threads=http_threads,
         probe_inputs=building.probe_inputs(models, repository),
         on_progress=_narrate,
     )

@@ -75,6 +75,7 @@ class EmbeddedServer:
     `env` is added to their environment. `log_file` is appended to; without it the log is in the temporary folder and goes with it.
     `strict_config` forbids Triton to complete a config.pbtxt. `rate_limit` switches the rate limiter on, `rate_limit_resources`
     too and says how many of each resource there are; `cache_size_bytes` > 0 gives the response cache that much.
+    `http_threads` (0: Triton's default, 8): one costs the least CPU time on a single core, but a load call over HTTP holds it.
     `probe_inputs` maps model names to the inputs (name -> array) of the inference that proves readiness; other models get zeros.
     On stop, requests in flight have `exit_timeout_s` to be answered. `on_progress` gets lines for people.
 
@@ -97,6 +98,7 @@ class EmbeddedServer:
         rate_limit: bool = False,
         rate_limit_resources: Mapping[str, int] | None = None,
         cache_size_bytes: int = 0,
+        http_threads: int = 0,
         probe_inputs: Mapping[str, Inputs] | None = None,
         on_progress: Callable[[str], None] | None = None,
         startup_timeout_s: float = 120,
@@ -114,6 +116,7 @@ class EmbeddedServer:
         self._rate_limit = rate_limit
         self._rate_limit_resources = dict(rate_limit_resources or {})
         self._cache_size_bytes = cache_size_bytes
+        self._http_threads = http_threads
         self._probe_inputs = dict(probe_inputs or {})
         self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
@@ -345,6 +348,7 @@ class EmbeddedServer:
                 rate_limit=self._rate_limit,
                 rate_limit_resources=self._rate_limit_resources,
                 cache_size_bytes=self._cache_size_bytes,
+                http_threads=self._http_threads,
                 extra_args=self._extra_args,
             )
             job = keeper.Job(

@@ -27,7 +27,14 @@ STUB = "triton_python_backend_stub"
 #: How glibc keeps memory, where the caller's environment does not say: blocks of up to 32 MiB come from arenas, which grow by
 #: 4 MiB and are given back above 64 MiB. With its defaults the buffers of a 600 KB image are mapped and returned anew: 13 page
 #: faults a request against 1, and a fifth more CPU time in tritonserver. Small requests are the same with both.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_TOP_PAD_": "4194304"}
+#: hugetlb=1 asks for transparent huge pages, so weights and buffers need fewer TLB entries: 64-row ctr requests cost 1.3 %
+#: less (served at .829 of in-process against .818, medians of 36 interleaved rounds).
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "67108864",
+    "MALLOC_TOP_PAD_": "4194304",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Options:
     rate_limit: bool = False
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
     cache_size_bytes: int = 0  # 0: no response cache
+    http_threads: int = 0  # 0: Triton's default
     extra_args: Sequence[str] = ()
 
 
@@ -214,6 +222,8 @@ def arguments(installation: Installation, backends: Backends, options: Options) 
     argv += [f"--rate-limit-resource={name}:{count}" for name, count in options.rate_limit_resources.items()]
     if options.cache_size_bytes:
         argv.append(f"--cache-config=local,size={options.cache_size_bytes}")
+    if options.http_threads:
+        argv.append(f"--http-thread-count={options.http_threads}")
     return [*argv, *options.extra_args]
 
 
