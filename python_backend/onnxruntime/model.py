@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
 from pilotlib.blame import input_at_fault
+from pilotlib.instance import settle
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
 from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
@@ -85,6 +86,7 @@ class TritonPythonModel:
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks + more:
                 pb_utils.Logger.log_warn(f'model "{name}": {remark}')
+        settle()
 
     def execute(self, requests):
         """One response per request, in their order."""

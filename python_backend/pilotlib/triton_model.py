@@ -62,6 +62,7 @@ class _TritonModel:
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks:
                 self._warn(remark)
+        instance.settle()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in their order."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from perf import machine, prove
-from perf.efficiency import Round
+from perf.efficiency import Round, not_slowed
 from perf.frame import Bar, Bench, Claim, NoisyRoundError, Outcome, Result, carry_out, median, spread, write
 from perf.machine import Limits, Sample, judge
 from perf.open_loop import Request
@@ -322,6 +322,14 @@ def test_difference_of_answers_is_seen_and_a_wrong_shape_is_infinitely_wrong() -
 )
 def test_overtaking_leaves_only_the_executing_ahead(trial: Trial, overtook: bool) -> None:
     assert trial.overtook is overtook
+
+
+def test_a_round_on_a_slowed_core_is_thrown_away() -> None:
+    found = Round(served_rows=80, served_s={"tritonserver": 1.0}, served_wall_s=1.0, alone_rows=84, alone_s=1.0)
+
+    assert not_slowed(found, fastest=90.0) is found
+    with pytest.raises(NoisyRoundError, match="84%"):
+        not_slowed(found, fastest=100.0)
 
 
 def test_efficiency_compares_rows_per_cpu_second() -> None:
