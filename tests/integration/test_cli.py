@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -177,13 +178,29 @@ def test_a_build_that_is_killed_while_it_prepares_leaves_the_repository_untouche
     assert (project / "model_repository/iris/config.pbtxt").read_bytes() == before
 
 
-def test_the_committed_configs_are_what_the_service_files_say(example_repository: Path) -> None:
-    for service in spec.load_services(ROOT / "models"):
-        committed = ROOT / "model_repository" / service.service / CONFIG_FILE
-        built = example_repository / service.service / CONFIG_FILE
-        assert committed.read_text() == built.read_text(), "run `tritonpilot build` and commit the config"
+@pytest.fixture(scope="module")
+def services() -> list[spec.Service]:
+    """All example services, with the files that their scripts make."""
+    found = spec.load_services(ROOT / "models")
+    build.prepare(found, "auto", lambda line: sys.stderr.write(f"{line}\n"))
+    return found
 
 
-def test_the_gpu_target_of_the_examples_is_generated(example_repository: Path) -> None:  # noqa: ARG001  models exist
-    for plan in build.plan(spec.load_services(ROOT / "models"), "gpu"):
-        assert "kind: KIND_GPU" in plan.folder.config_text
+def test_the_committed_configs_are_what_the_service_files_say(services: list[spec.Service]) -> None:
+    plans = {plan.folder.name: plan.folder.config_text for plan in build.plan(services)}
+    committed = {path.parent.name: path.read_text() for path in (ROOT / "model_repository").glob(f"*/{CONFIG_FILE}")}
+
+    assert committed == plans, "run `tritonpilot build` and commit the configs"
+
+
+def test_the_gpu_target_of_the_examples_is_generated(services: list[spec.Service]) -> None:
+    for plan in build.plan(services, "gpu"):
+        text = plan.folder.config_text
+        kinds = set(re.findall(r"kind: (KIND_\w+)", text))
+        assert kinds == (
+            {"KIND_GPU"}
+            if 'backend: "onnxruntime"' in text
+            else set()
+            if 'platform: "ensemble"' in text
+            else {"KIND_CPU"}
+        ), plan.folder.name
