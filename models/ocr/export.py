@@ -22,14 +22,15 @@ try:
     import numpy as np
     import onnx
 
-    from models.artefacts import publication, versions, write_facts
+    from models.artefacts import REQUESTS, publication, versions, write_facts
     from models.ocr import data, graphs
     from models.onnx_export import session
     from models.packages import data_file
+    from models.script import exit_code
     from pilotlib.ctc import best, read_characters
     from pilotlib.pages import Pixels, read_page
     from pilotlib.reading import PageText, Reader, ReadingRules
-    from tritonpilot.errors import ModelError, PilotError
+    from tritonpilot.errors import ModelError
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -45,7 +46,7 @@ DETECTOR_FILE = "tinyocr/assets/PP-OCRv6_det_tiny.onnx"
 RECOGNISER_FILE = "tinyocr/assets/PP-OCRv6_rec_tiny.onnx"
 
 DETECTOR, RECOGNISER, CHARACTERS = "det.onnx", "rec.onnx", "characters.txt"
-DETECTOR_SAMPLES, RECOGNISER_SAMPLES, REQUESTS = "det_samples.npz", "rec_samples.npz", "requests.npz"
+DETECTOR_SAMPLES, RECOGNISER_SAMPLES = "det_samples.npz", "rec_samples.npz"
 FILES = (RECOGNISER, DETECTOR, CHARACTERS, DETECTOR_SAMPLES, RECOGNISER_SAMPLES, REQUESTS)
 
 TOLERANCE = 1e-3  # of probabilities, between the published networks and those with pixels going in
@@ -59,16 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the two OCR networks ready for Triton and check them.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to publish into")
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         read, expected = make(options.output)
         print(f"{options.output / RECOGNISER} lines read {read}/{expected}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path) -> tuple[int, int]:

@@ -24,15 +24,16 @@ try:
     import torch
     from torch.nn import functional
 
-    from models.artefacts import MODEL, SAMPLES, publication, versions, write_facts
+    from models.artefacts import MODEL, REQUESTS, SAMPLES, publication, versions, write_facts
     from models.ctr.data import auc
     from models.onnx_export import largest_difference, run, session, write_onnx
     from models.risk import data
     from models.risk.network import RiskNet
+    from models.script import exit_code
     from pilotlib import table_file
     from pilotlib.table import Table
     from pilotlib.table_fit import Column, Number, arrays, fit
-    from tritonpilot.errors import ModelError, PilotError
+    from tritonpilot.errors import ModelError
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -44,7 +45,6 @@ except ModuleNotFoundError as missing:
     sys.exit(7)
 
 FEATURES = "features.json"
-REQUESTS = "requests.npz"
 SEED = 20240917
 THREADS = 2  # fixed: the order of sums, and so the weights, depend on it
 EPOCHS = 6
@@ -67,20 +67,16 @@ def main(argv: list[str] | None = None) -> int:
         "--cross-validate", action="store_true", help=f"only print the mean AUC over {FOLDS} folds; publishes nothing"
     )
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         if options.cross_validate:
             for name, columns in (("all columns", data.COLUMNS), ("without the lender's verdict", blind())):
                 aucs = cross_validation(columns)
                 print(f"{name}: cross_validated_auc {np.mean(aucs):.4f} (folds {np.round(aucs, 3).tolist()})")
         else:
             print(f"{options.output / MODEL} test_auc {make(options.output):.4f}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path) -> float:

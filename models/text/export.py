@@ -23,12 +23,13 @@ try:
     import numpy.typing as npt
     import torch
 
-    from models.artefacts import MODEL, SAMPLES, publication, versions, write_facts
+    from models.artefacts import MODEL, REQUESTS, SAMPLES, publication, versions, write_facts
     from models.onnx_export import largest_difference, run, session, write_onnx
     from models.packages import data_file
+    from models.script import exit_code
     from models.text import data
     from models.text.minilm import SentenceEncoder
-    from tritonpilot.errors import ModelError, PilotError
+    from tritonpilot.errors import ModelError
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -39,7 +40,7 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-TOKENIZER, REQUESTS = "tokenizer.json", "requests.npz"
+TOKENIZER = "tokenizer.json"
 OUTPUT = "sentence_embedding"
 LEAST_AGREEMENT = 0.64
 TOLERANCE = 2e-6  # of numbers whose squares sum to 1
@@ -53,16 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Export MiniLM to ONNX and check it against people's ratings.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to publish into")
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         agreement = make(options.output)
         print(f"{options.output / MODEL} pearson {agreement:.4f}")
-    except PilotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"error: stopped by Ctrl-C; {options.output} is as it was. Start again to finish.", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(work, options.output)
 
 
 def make(output: Path) -> float:
