@@ -40,6 +40,17 @@ def test_a_good_file_is_read_with_defaults(tmp_path: Path) -> None:
     assert service.folder == tmp_path
 
 
+def test_a_class_waits_less_than_its_promise_when_it_says_no_timeout(tmp_path: Path) -> None:
+    text = GOOD.replace("    timeout_ms: 40\n", "").replace("batching:", "slo: {p99_ms: 50}\nbatching:")
+    service = load_service(write(tmp_path, text + "    p99_ms: 2000\n"))
+
+    realtime, batch = service.classes
+
+    assert (service.promise_ms(realtime), service.timeout_ms(realtime)) == (50, 40), "the default class has the service's SLO"
+    assert (service.promise_ms(batch), service.timeout_ms(batch)) == (2000, 1600)
+    assert load_service(write(tmp_path, GOOD)).timeout_ms(batch.model_copy(update={"p99_ms": None})) == 3_600_000
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [
@@ -55,6 +66,13 @@ def test_a_good_file_is_read_with_defaults(tmp_path: Path) -> None:
         ("timeout_ms: 40", "timeout_ms: 0.0001", 10, "greater than or equal to 0.001"),
         ("timeout_ms: 40", "timeout_ms: .nan", 10, "finite number"),
         ("batching:", "slo: {p99_ms: .inf}\nbatching:", 4, "finite number"),
+        ("timeout_ms: 40", "p99_ms: 40\n    timeout_ms: 40", 1, "class realtime may wait 40 ms in the queue, but its answers are promised within 40"),
+        ("batching:", "slo: {p99_ms: 39}\nbatching:", 1, "class realtime may wait 40 ms in the queue"),
+        ("timeout_ms: 40", "share: 0.1", 1, "class realtime is served first anyway"),
+        ("timeout_ms: 40", "max_wait_ms: 10", 1, "class realtime is served first anyway"),
+        ("priority: 2", "priority: 2\n    share: 0.6", 13, "less than or equal to 0.5"),
+        ("priority: 2", "priority: 2\n    share: 0.3\n  - {name: idle, priority: 3, share: 0.3}", 1, "add up to 0.6"),
+        ("priority: 2", "priority: 2\n    max_wait_ms: 0", 13, "greater than 0"),
         ("classes:", "triton: {instanceGroup: []}\nclasses:", 7, "instanceGroup is said elsewhere"),
         ("classes:", "triton: {name: other}\nclasses:", 7, "name is said elsewhere"),
         ("priority: 2", "priority: 3", 1, "class batch has priority 3, outside the levels 1 to 2"),

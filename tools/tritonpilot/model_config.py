@@ -8,7 +8,7 @@ Triton's own protobuf (from tritonclient) is the schema: a field that Triton doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from tritonpilot.errors import ModelError, RepositoryError, SpecError
 from tritonpilot.onnx_model import Signature, TensorSignature
 from tritonpilot.spec import (
     FORMAT_OF_SUFFIX,
-    NO_TIMEOUT_MS,
     CallerClass,
     Instances,
     LatestVersions,
@@ -266,7 +265,11 @@ def generate_ensemble(service: Service, members: Mapping[str, ModelConfig]) -> M
             )
     _set_versions(config, service)
     if service.classes:
-        config.parameters["pilot_classes"].string_value = _classes(service)  # for clients: the queues are the steps'
+        # For clients and the entry: an ensemble has no queue of its own, the queues are the steps'.
+        _set_class_parameters(config, service)
+        config.parameters["pilot_max_queue_sizes"].string_value = _by_class(service, lambda c: c.max_queue_size)
+        config.parameters["pilot_timeouts_ms"].string_value = _by_class(service, service.timeout_ms)
+        config.parameters["pilot_default_class"].string_value = service.default_class or service.classes[0].name
     return _with_extras(config, service)
 
 
@@ -403,23 +406,40 @@ def _set_batching(config: ModelConfig, service: Service) -> None:
     batcher.priority_levels = wake_priority
     batcher.default_priority_level = service.default_priority
     for caller in service.classes:
-        batcher.priority_queue_policy[caller.priority].CopyFrom(_queue_policy(caller))
+        batcher.priority_queue_policy[caller.priority].CopyFrom(_queue_policy(service, caller))
     wake = batcher.priority_queue_policy[wake_priority]
     wake.timeout_action = model_config_pb2.ModelQueuePolicy.REJECT
     wake.default_timeout_microseconds = 1
     config.parameters["pilot_wake_priority"].string_value = str(wake_priority)
+    _set_class_parameters(config, service)
+
+
+def _set_class_parameters(config: ModelConfig, service: Service) -> None:
+    """What the entry and clients know about the classes beyond Triton's queue policies (docs/entry.md)."""
     config.parameters["pilot_classes"].string_value = _classes(service)
+    for name, value in (
+        ("pilot_shares", _by_class(service, lambda c: c.share)),
+        ("pilot_max_waits_ms", _by_class(service, lambda c: c.max_wait_ms)),
+        ("pilot_slos_ms", _by_class(service, service.promise_ms)),
+    ):
+        if value:
+            config.parameters[name].string_value = value
 
 
 def _classes(service: Service) -> str:
-    return ",".join(f"{c.name}:{c.priority}" for c in service.classes)
+    return _by_class(service, lambda c: c.priority)
 
 
-def _queue_policy(caller: CallerClass) -> Any:
+def _by_class(service: Service, of: Callable[[CallerClass], float | None]) -> str:
+    values = [(c.name, of(c)) for c in service.classes]
+    return ",".join(f"{name}:{value:.12g}" for name, value in values if value is not None)
+
+
+def _queue_policy(service: Service, caller: CallerClass) -> Any:
     policy = model_config_pb2.ModelQueuePolicy
     return policy(
         timeout_action=policy.REJECT if caller.timeout_action == "reject" else policy.DELAY,
-        default_timeout_microseconds=round((caller.timeout_ms or NO_TIMEOUT_MS) * 1000),
+        default_timeout_microseconds=round(service.timeout_ms(caller) * 1000),
         allow_timeout_override=True,  # a request's own deadline is honoured when it is shorter
         max_queue_size=caller.max_queue_size,
     )

@@ -32,7 +32,6 @@ def parts(service: Service) -> list[Service]:
             batching=step.batching or batching,
             instances=step.instances or list(Service.model_fields["instances"].default),
             warmup=step.warmup,
-            slo=None,
         )
         for step in own
         if step.model is not None

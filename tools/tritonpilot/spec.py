@@ -50,7 +50,21 @@ SAID_ELSEWHERE = (
 )
 
 #: Parameters of config.pbtxt that the build writes.
-BUILD_PARAMETERS = ("pilot_wake_priority", "pilot_classes", "pilot_steps")
+BUILD_PARAMETERS = (
+    "pilot_wake_priority",
+    "pilot_classes",
+    "pilot_shares",
+    "pilot_max_waits_ms",
+    "pilot_slos_ms",
+    "pilot_max_queue_sizes",
+    "pilot_timeouts_ms",
+    "pilot_default_class",
+    "pilot_steps",
+)
+#: A class that says no queue timeout waits at most this part of its SLO.
+TIMEOUT_OF_SLO = 0.8
+#: Floors of lower classes leave at least half of the capacity to the order of priorities.
+SHARES_MOST = 0.5
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=128)]
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # the types of Triton's fields
@@ -151,15 +165,27 @@ class Batching(Written):
 
 
 class CallerClass(Written):
-    """A class of callers: one priority level and its queue policy. Priority 1 is served first."""
+    """A class of callers: one priority level and its queue policy. Priority 1 is served first.
+
+    `share` and `max_wait_ms` keep a class from starving below saturating better ones; the entry (docs/entry.md) keeps them.
+    """
 
     name: Name
     priority: int
+    p99_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the promise to this class; default: slo.p99_ms for the default class, none for others"
+    )
     max_queue_size: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(1000, description="0: unlimited")
     timeout_ms: Annotated[float, Field(ge=0.001, le=NO_TIMEOUT_MS)] | None = Field(
-        None, description="longest wait in the queue; a request may ask for less"
+        None, description="longest wait in the queue; a request may ask for less; default: 0.8 of the class's p99_ms"
     )
     timeout_action: Literal["reject", "delay"] = "reject"
+    share: Annotated[float, Field(gt=0, le=SHARES_MOST)] | None = Field(
+        None, description="floor: this part of the capacity is the class's whenever it has requests waiting"
+    )
+    max_wait_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="a request that waited this long goes before better classes"
+    )
 
 
 class Instances(Written):
@@ -326,8 +352,24 @@ class Service(Written):
         """Priority level of callers that name no class; 0 when there are no classes."""
         if not self.classes:
             return 0
-        name = self.default_class or self.classes[0].name
-        return next(c.priority for c in self.classes if c.name == name)
+        return next(c.priority for c in self.classes if c.name == self._default_class)
+
+    @property
+    def _default_class(self) -> str:
+        return self.default_class or self.classes[0].name
+
+    def promise_ms(self, caller: CallerClass) -> float | None:
+        """The SLO of a class: its own, or the service's for the default class; None: nothing is promised."""
+        if caller.p99_ms is None and self.slo is not None and caller.name == self._default_class:
+            return self.slo.p99_ms
+        return caller.p99_ms
+
+    def timeout_ms(self, caller: CallerClass) -> float:
+        """The longest wait of a class in the queue, below its SLO."""
+        if caller.timeout_ms is not None:
+            return caller.timeout_ms
+        promise_ms = self.promise_ms(caller)
+        return min(NO_TIMEOUT_MS, TIMEOUT_OF_SLO * promise_ms) if promise_ms is not None else NO_TIMEOUT_MS
 
     @field_validator("triton")
     @classmethod
@@ -342,6 +384,13 @@ class Service(Written):
         if (self.model is None) == (self.pipeline is None):
             raise ValueError("give either `model` or `pipeline`, and not both")
         _check_classes(self.classes, self.default_class)
+        for c in self.classes:
+            promise_ms = self.promise_ms(c)
+            if promise_ms is not None and self.timeout_ms(c) >= promise_ms:
+                raise ValueError(
+                    f"class {c.name} may wait {self.timeout_ms(c):g} ms in the queue, but its answers are promised within "
+                    f"{promise_ms:g} ms (p99_ms); set its timeout_ms below that"
+                )
         if self.classes and self.batching.max_batch_size == 0:
             raise ValueError("classes need Triton's dynamic batcher, which max_batch_size 0 switches off")
         if len({group.threads for group in self.instances}) > 1:
@@ -376,6 +425,13 @@ def _check_classes(classes: Sequence[CallerClass], default_class: str | None) ->
         twin = next((other for other in classes if other.priority == c.priority and other.name != c.name), None)
         if twin:
             raise ValueError(f"classes {c.name} and {twin.name} share priority {c.priority}; give each its own level")
+        if c.priority == 1 and (c.share is not None or c.max_wait_ms is not None):
+            raise ValueError(f"class {c.name} is served first anyway: remove its share and max_wait_ms")
+    shares = sum(c.share or 0 for c in classes)
+    if shares > SHARES_MOST:
+        raise ValueError(
+            f"the shares of the classes add up to {shares:g}, and more than {SHARES_MOST:g} would turn the priorities around"
+        )
     if default_class is not None and default_class not in names:
         raise ValueError(
             f"default_class {default_class} is not one of the classes ({', '.join(names) or 'none given'})"
