@@ -140,7 +140,7 @@ def _answer(rows: list[PageText | TooManyLines | InferError]) -> list[PageText] 
         if isinstance(found, TooManyLines):
             return BadRequest("page", f"row {row} {found}")
         if isinstance(found, InferError):
-            return InferError(f'"page": row {row} could not be read: {found}')
+            return type(found)(f'"page": row {row} could not be read: {found}')
         read.append(found)
     return read
 

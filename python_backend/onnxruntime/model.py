@@ -3,7 +3,8 @@
 A Python-based backend: Triton runs this file for every model that says `backend: "onnxruntime"` or
 `platform: "onnxruntime_onnx"`. It gathers the requests of an execution into one run and splits the answers; a request
 that fails gets its error, its batch-mates get answers. With priority levels or a queue policy it also keeps the dynamic
-batcher awake (pilotlib.waker). What it reads from the config: pilotlib.parameters and pilotlib.onnx_session.
+batcher awake (pilotlib.waker). Requests whose deadline has passed are not run (pilotlib.intake). What it reads from the
+config: pilotlib.parameters and pilotlib.onnx_session.
 """
 
 import json
@@ -15,12 +16,12 @@ import triton_python_backend_utils as pb_utils
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
 from pilotlib.blame import input_at_fault
 from pilotlib.instance import settle
+from pilotlib.intake import intake_of
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
 from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
 from pilotlib.signature import ContradictionError, check, complete, is_complete
 from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
-from pilotlib.wakes import wakes_of
 
 REFUSALS = (ContradictionError, ModelFileError, ParameterError)
 
@@ -82,7 +83,7 @@ class TritonPythonModel:
             self._needs_decoding or self._is_grouped or self._bf16_outputs or len(outputs) > 1
         )
 
-        self._wakes, more = wakes_of(args, config, parameters)
+        self._intake, more = intake_of(args, config, parameters)
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks + more:
                 pb_utils.Logger.log_warn(f'model "{name}": {remark}')
@@ -90,12 +91,11 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """One response per request, in their order."""
-        return self._answer(requests) if self._wakes is None else self._wakes.execute(requests, self._answer)
+        return self._intake.execute(requests, self._answer)
 
     def finalize(self):
         """Release the session and end the waker's thread."""
-        if self._wakes is not None:
-            self._wakes.stop()
+        self._intake.stop()
         self._runner = self._session = None
 
     def _answer(self, requests):

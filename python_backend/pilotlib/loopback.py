@@ -25,6 +25,7 @@ from typing import Any
 
 from pilotlib.tensors import DTYPES_BY_CONFIG, STRING
 
+WAKE_PARAMETER = "pilot_wake"  # by which `execute` knows a wake that was not rejected in the queue
 ENDPOINT_VARIABLE = "PILOT_HTTP_ENDPOINT"  # host:port, when the command line of the server does not tell
 TIMEOUT_S = 1.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -95,7 +96,7 @@ def wake_request(
     """
     head: dict[str, Any] = {
         "id": request_id,
-        "parameters": {"timeout": 1} | ({"priority": priority} if priority else {}),
+        "parameters": {"timeout": 1, WAKE_PARAMETER: True} | ({"priority": priority} if priority else {}),
         "inputs": [
             {
                 "name": each.name,

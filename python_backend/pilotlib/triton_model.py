@@ -3,8 +3,8 @@
     TritonPythonModel = triton_model(Length)
 
 It sets the backend up, reads requests into arrays, answers each with its outputs or its own error, calls other models for
-it (BLS), and keeps the dynamic batcher awake (pilotlib.wakes). What it costs beside the backend's own verbs: 10 to 20 us a
-request, most of them in Triton's objects.
+it (BLS), and lets neither late requests nor wakes through to it (pilotlib.intake). What it costs beside the backend's own
+verbs: 10 to 20 us a request, most of them in Triton's objects.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 from pilotlib import instance
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
+from pilotlib.deadlines import DEADLINE_PARAMETER, LATE
+from pilotlib.intake import intake_of
 from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
-from pilotlib.verbs import Backend, BadRequest, InferError, answers
-from pilotlib.wakes import wakes_of
+from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers
 
 FAULTS_LOGGED = 32  # different faults of a backend's code that get a traceback in the log, per instance
 
@@ -50,7 +51,7 @@ class _TritonModel:
                 model=model,
                 version=int(version),
                 version_folder=Path(args["model_repository"], version),
-                infer=infer,
+                infer=self._infer,
                 device=_device(self.backend_class, args, config.get("backend", "")),
                 log=self._warn,
             )
@@ -58,7 +59,7 @@ class _TritonModel:
             raise pb_utils.TritonModelException(f"{self._prefix}{error}") from None
         self._outputs = instance.Outputs(config)
         self._bf16_inputs = {entry["name"] for entry in config["input"] if entry["data_type"] == "TYPE_BF16"}
-        self._wakes, more_remarks = wakes_of(args, config, common)
+        self._intake, more_remarks = intake_of(args, config, common)
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks:
                 self._warn(remark)
@@ -66,16 +67,17 @@ class _TritonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in their order."""
-        return self._answer(requests) if self._wakes is None else self._wakes.execute(requests, self._answer)
+        return self._intake.execute(requests, self._answer)
 
     def finalize(self) -> None:
         """End the waker and give back what the backend took."""
-        if self._wakes is not None:
-            self._wakes.stop()
+        self._intake.stop()
         self._backend.tear_down()
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
         found = answers(self._backend, [self._read(request) for request in requests])
+        if late := sum(isinstance(answer, LateError) for answer in found):
+            self._intake.count_late(late)
         return [self._response(request, answer) for request, answer in zip(requests, found, strict=True)]
 
     def _read(self, request: Any) -> dict[str, Array] | BadRequest:
@@ -109,6 +111,8 @@ class _TritonModel:
     def _refusal(self, error: Exception) -> Any:
         if isinstance(error, BadRequest):
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+        if isinstance(error, LateError):
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
         if isinstance(error, InferError):
             text = str(error)
         else:
@@ -127,28 +131,33 @@ class _TritonModel:
                 + "".join(traceback.format_exception(error))
             )
 
+    def _infer(self, model: str, inputs: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+        """The named outputs of another model of this server, copied. Raises InferError with that model's error.
+
+        May be called by several threads at once, within `execute` only: before, the server does not listen to a stub.
+        BF16 is a matter of the callee's config, which is not seen here: uint16 arrays are sent as UINT16.
+        When all requests of this execution state a deadline, the callee is told the latest, and is not called after it.
+        """
+        latest_ns = self._intake.latest_ns
+        if self._intake.is_over():
+            raise LateError(LATE)
+        try:
+            response = pb_utils.InferenceRequest(
+                model_name=model,
+                requested_output_names=list(outputs),
+                inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+                parameters={} if latest_ns is None else {DEADLINE_PARAMETER: latest_ns},
+            ).exec()
+        except Exception as error:  # the stub raises bare exceptions: an unknown model, a call outside of execute
+            raise InferError(f'model "{model}" could not be called: {error}') from error
+        if response.has_error():
+            said = response.error().message()
+            raise LateError(said) if LATE in said else InferError(f'model "{model}": {said}')
+        # Copied: an array of a BLS answer lies in shared memory that is given back with its response.
+        return {tensor.name(): tensor.as_numpy().copy() for tensor in response.output_tensors()}
+
     def _warn(self, line: str) -> None:
         pb_utils.Logger.log_warn(self._prefix + line)
-
-
-def infer(model: str, inputs: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-    """The named outputs of another model of this server, copied. Raises InferError with that model's error.
-
-    May be called by several threads at once, within `execute` only: before, the server does not listen to a stub.
-    BF16 is a matter of the callee's config, which is not seen here: uint16 arrays are sent as UINT16.
-    """
-    try:
-        response = pb_utils.InferenceRequest(
-            model_name=model,
-            requested_output_names=list(outputs),
-            inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
-        ).exec()
-    except Exception as error:  # the stub raises bare exceptions: an unknown model, a call outside of execute
-        raise InferError(f'model "{model}" could not be called: {error}') from error
-    if response.has_error():
-        raise InferError(f'model "{model}": {response.error().message()}')
-    # Copied: an array of a BLS answer lies in shared memory that is given back with its response.
-    return {tensor.name(): tensor.as_numpy().copy() for tensor in response.output_tensors()}
 
 
 def _device(backend_class: type[Backend[Any, Any, Any]], args: Mapping[str, str], backend: str) -> str:

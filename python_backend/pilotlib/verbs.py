@@ -43,6 +43,10 @@ class InferError(RuntimeError):
     """A model that a backend called answered with an error."""
 
 
+class LateError(InferError):
+    """The deadlines of all requests of this execution have passed, so a model that the backend called did not compute."""
+
+
 @dataclass(frozen=True)
 class NoParameters:
     """The parameters of a backend that has none."""

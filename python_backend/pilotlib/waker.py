@@ -26,7 +26,7 @@ from typing import Any
 
 from pilotlib.alarm import Alarm
 
-WAKE_ID = "pilot-wake"  # request_id by which `execute` knows a wake that was not rejected in the queue
+WAKE_ID = "pilot-wake"  # request_id of wakes, for who reads a log
 WAKE_ANSWER = "a wake request is never executed"  # what `execute` answers to it
 EXPIRED = "timeout expired"  # what Triton's core answers to a request that was rejected in the queue for its age
 NOT_READY = "is not at ready state"  # what it answers before a version serves and when it retires

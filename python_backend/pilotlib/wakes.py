@@ -1,54 +1,23 @@
-"""How does an instance take part in the waking of its dynamic batcher (pilotlib.waker says why)? The same in every backend.
+"""How does an instance take part in the waking of its dynamic batcher (pilotlib.waker says why)? With a waker of its own.
 
-wakes, remarks = wakes_of(args, config, parameters)      # in initialize; None when the model needs none
-return wakes.execute(requests, answer)                   # in execute; answer(requests) -> responses
-wakes.stop()                                             # in finalize
+waker, remarks = waker_of(args, config, parameters)      # in initialize; None when the model needs none
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pilotlib.loopback import ENDPOINT_VARIABLE, answer, http_endpoint, parent_command_line, post, wake_request, zeros
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
-from pilotlib.waker import WAKE_ANSWER, WAKE_ID, Waker, plan, wait_us
-
-Answer = Callable[[Sequence[Any]], list[Any]]
-"""Triton's requests -> as many responses, in their order."""
+from pilotlib.waker import WAKE_ID, Waker, plan, wait_us
 
 
-class Wakes:
-    """The waker of one instance, and what happens to a wake that reached `execute`: it is turned away, never answered."""
-
-    def __init__(self, waker: Waker) -> None:
-        self._waker = waker
-
-    def execute(self, requests: Sequence[Any], answer: Answer) -> list[Any]:
-        """One response per request: `answer` is given those that are no wakes."""
-        work = [request for request in requests if request.request_id() != WAKE_ID]
-        if not work:
-            return [_turn_away() for _ in requests]
-        self._waker.began()
-        try:
-            responses = answer(work)
-        finally:
-            self._waker.ended()
-        if len(work) == len(requests):
-            return responses
-        following = iter(responses)
-        return [_turn_away() if request.request_id() == WAKE_ID else next(following) for request in requests]
-
-    def stop(self) -> None:
-        """End the waker's thread."""
-        self._waker.stop()
-
-
-def wakes_of(
+def waker_of(
     args: Mapping[str, str], config: Mapping[str, Any], parameters: CommonParameters
-) -> tuple[Wakes | None, tuple[str, ...]]:
+) -> tuple[Waker | None, tuple[str, ...]]:
     """What an instance needs, from initialize's `args`, and remarks; None when nothing stalls or nothing can be sent."""
     wanted = plan(config, parameters.pilot_wake_priority)
     if not wanted.is_needed or parameters.pilot_waker == "off":
@@ -87,9 +56,4 @@ def wakes_of(
         complain=lambda line: pb_utils.Logger.log_warn(f'model "{model}": {line}'),
         count=count,
     )
-    return Wakes(waker), remarks
-
-
-def _turn_away() -> Any:
-    # NOTE: one object per request; the same response for two requests makes tritonserver 2.51 crash.
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(WAKE_ANSWER, pb_utils.TritonError.UNAVAILABLE))
+    return waker, remarks

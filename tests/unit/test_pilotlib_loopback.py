@@ -35,7 +35,7 @@ def test_a_wake_request_is_zeros_in_tritons_binary_form() -> None:
     assert lines.startswith(b"POST /v2/models/m/versions/1/infer HTTP/1.1")
     assert (int(headers["Content-Length"]), headers["Connection"]) == (len(body), "close")
     head = json.loads(body[:json_bytes])
-    assert head["parameters"] == {"timeout": 1, "priority": 3}
+    assert head["parameters"] == {"timeout": 1, "pilot_wake": True, "priority": 3}
     assert [one["parameters"]["binary_data_size"] for one in head["inputs"]] == [8, 4]
     assert body[json_bytes:] == bytes(12)
 
