@@ -33,6 +33,8 @@ Clock = Callable[[], float]
 LONGEST_KEY = 256
 LARGEST_FILE_BYTES = 4 * 2**20
 DEEPEST = 16  # levels of nesting in the file; a tenant has 4
+WIDEST = 1000  # keys of one mapping
+MOST_TOLD = 20  # problems that one message names
 HASH_COMMAND = "tritonpilot tenants hash-key"
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 #: A wait this short is none: a clock of float seconds cannot tell it from none after months of uptime.
@@ -315,11 +317,14 @@ def _content_of(path: Path) -> tuple[bytes, _Stamp]:
     """The file, and its stamp from before it was read: what is written meanwhile shows at the next look."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # never wait for the writer of a pipe
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise SpecError(f"{path} is not a regular file. Nothing was changed.")
-            content = file.read(LARGEST_FILE_BYTES + 1)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                content = file.read(LARGEST_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Nothing was changed.") from error
     if len(content) > LARGEST_FILE_BYTES:
@@ -352,12 +357,16 @@ def _parse(path: Path, content: bytes) -> TenantsFile:
         except ValidationError as error:
             lines = written._say_all(path, node, TenantsFile, error)
             lines = [re.sub(r"\bclass_(?=[?,)])", "class", line) for line in lines]
-            raise SpecError("\n".join([*lines, "Nothing was changed."])) from None
+            raise _wrong(lines) from None
         problems = list(_contradictions(file))
     if problems:
-        lines = [f"{path}:{written._line_of(node, loc)}: {what}" for loc, what in problems]
-        raise SpecError("\n".join([*lines, "Nothing was changed."]))
+        raise _wrong([f"{path}:{written._line_of(node, loc)}: {what}" for loc, what in problems])
     return file
+
+
+def _wrong(lines: Sequence[str]) -> SpecError:
+    more = [f"and {len(lines) - MOST_TOLD} more."] if len(lines) > MOST_TOLD else []
+    return SpecError("\n".join([*lines[:MOST_TOLD], *more, "Nothing was changed."]))
 
 
 def _refuse_bombs(path: Path, text: str) -> None:
@@ -377,6 +386,9 @@ def _plain(path: Path, node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_plain(path, item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
+        if len(node.value) > WIDEST:
+            line = node.start_mark.line + 1
+            raise SpecError(f"{path}:{line}: has more than {WIDEST} keys. Nothing was changed.")
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
