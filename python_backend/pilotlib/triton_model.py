@@ -21,7 +21,7 @@ from pilotlib.deadlines import DEADLINE_PARAMETER, LATE
 from pilotlib.intake import intake_of
 from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
-from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers
+from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers, forget_frames
 
 FAULTS_LOGGED = 32  # different faults of a backend's code that get a traceback in the log, per instance
 
@@ -92,7 +92,9 @@ class _TritonModel:
 
     def _response(self, request: Any, answer: Mapping[str, Array] | Exception) -> Any:
         if isinstance(answer, Exception):
-            return self._refusal(answer)
+            refusal = self._refusal(answer)
+            forget_frames(answer)
+            return refusal
         names = self._outputs.names
         if len(names) > 1:
             asked = request.requested_output_names()

@@ -141,6 +141,16 @@ def answers(
 MISSING = RuntimeError("the backend gave no answer")
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Break the circle of an error that is kept in a list and the frames of its traceback, which hold that list.
+
+    They hold the requests of the whole execution too, and after `settle` the garbage collector comes rarely.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def _predict(
     backend: Backend[Any, Any, Any],
     places: Sequence[int],
