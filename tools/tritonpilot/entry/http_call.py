@@ -1,0 +1,436 @@
+"""One HTTP request, from its head to its answer: what it asks, its ticket at the gate, Triton's answer on the way back.
+
+call = Call(connection, front)        # filled while the request arrives
+call.begin()                          # its turn: the connection gets an answer, by write() and done(), or deny()
+call.caller_left()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from tritonpilot.entry import messages
+from tritonpilot.entry.gate import Refusal, Status, Ticket
+from tritonpilot.entry.http_back import BackendConnection, Request
+from tritonpilot.entry.messages import Denied
+from tritonpilot.entry.tenants import Tenant
+from tritonpilot.entry.terms import ModelTerms
+
+if TYPE_CHECKING:
+    from tritonpilot.entry.http_front import Connection, HttpFront
+
+_JOINED_BYTES = 128 * 1024  # smaller requests are copied into one piece, which one system call sends
+_CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
+_DEADLINE = messages.DEADLINE_HEADER.encode()
+_CLASS = messages.CLASS_HEADER.encode()
+_REJECTIONS = (429, 503)
+
+
+class Route:
+    """A path, as Triton gets it."""
+
+    __slots__ = ("get", "is_infer", "is_open", "model", "post", "post_binary")
+
+    def __init__(self, path: bytes, model: str, *, is_infer: bool, is_open: bool) -> None:
+        self.model = model  # "" for paths of the server
+        self.is_infer = is_infer
+        self.is_open = is_open  # to callers without a key
+        self.get = b"GET %b HTTP/1.1\r\nHost: triton\r\n\r\n" % path
+        post = b"POST %b HTTP/1.1\r\nHost: triton\r\nContent-Type: " % path
+        self.post = post + b"application/json\r\nContent-Length: %d\r\n\r\n"
+        self.post_binary = (
+            post + b"application/octet-stream\r\nInference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n"
+        )
+
+
+class Call:
+    """Filled by its Connection; then a Receiver of http_back."""
+
+    __slots__ = (
+        "_caller",
+        "_dumps",
+        "_front",
+        "_has_begun",
+        "_is_sent",
+        "_json",
+        "_parameters",
+        "_tail",
+        "_ticket",
+        "_timer",
+        "authorizations",
+        "awaits_continue",
+        "body",
+        "body_size",
+        "body_until",
+        "buffered_bytes",
+        "connection",
+        "denied",
+        "encoding",
+        "head_bytes",
+        "headers",
+        "is_chunked",
+        "is_head_complete",
+        "is_kept_alive",
+        "is_old",
+        "keys",
+        "method",
+        "route",
+        "target",
+        "tenant",
+        "wants_upgrade",
+    )
+
+    def __init__(self, caller: Connection, front: HttpFront) -> None:
+        self._caller: Connection | None = caller
+        self._front = front
+        self.target = b""
+        self.method = b""
+        self.headers: dict[bytes, bytes] = {}
+        self.keys: list[bytes] = []
+        self.authorizations: list[bytes] = []
+        self.head_bytes = 0
+        self.is_head_complete = False
+        self.is_chunked = False
+        self.awaits_continue = False
+        self.wants_upgrade = False
+        self.is_kept_alive = False
+        self.is_old = False  # HTTP/1.0
+        self.encoding = b""
+        self.body: list[bytes] = []
+        self.body_size = 0
+        self.body_until = 0.0
+        self.buffered_bytes = 0
+        self.denied: Denied | None = None
+        self.route: Route | None = None
+        self.tenant: Tenant | None = None
+        self.connection: BackendConnection | None = None
+        self._ticket: Ticket | None = None
+        self._json: dict[str, Any] | None = None
+        self._parameters: dict[str, Any] = {}
+        self._tail: bytes | memoryview | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._dumps: Callable[[Any], bytes] = orjson.dumps
+        self._is_sent = False  # towards Triton
+        self._has_begun = False  # the caller has had a part of the answer
+
+    def begin(self) -> None:
+        """It is this request's turn, and it is here completely, or denied."""
+        if self.denied is not None:
+            self._deny(self.denied)
+            return
+        assert self.route is not None
+        if not self.route.is_infer:
+            self._ask_directly()
+            return
+        terms = self._front.desk.terms(self.route.model)
+        if terms is not None and not self.encoding:
+            try:
+                self._submit(terms)
+            except Denied as denied:
+                self._deny(denied)
+            return
+        task = asyncio.get_running_loop().create_task(self._prepare())
+        self._front.tasks.add(task)
+        task.add_done_callback(self._prepared)
+
+    def caller_left(self) -> None:
+        """The connection of the caller is gone."""
+        self._caller = None
+        ticket = self._ticket
+        if ticket is not None:
+            if not self._is_sent:
+                self._ticket = None
+            self._front.desk.gate.leave(ticket)
+        self.resume()  # what comes is thrown away
+        if self.connection is None:
+            self._drop_body()
+
+    def pause(self) -> None:
+        """The caller does not take the answer as fast as it comes."""
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self) -> None:
+        """He takes more."""
+        if self.connection is not None:
+            self.connection.resume()
+
+    # -- http_back.Receiver --------------------------------------------------------------------------------------------
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self._caller is not None
+
+    def answered(self, status: int, data: bytes, head_size: int, is_last: bool) -> None:
+        caller = self._caller
+        if caller is not None:
+            if self.method == b"HEAD":
+                data = data[:head_size]
+            if not self.is_kept_alive:
+                head = _CONNECTION.sub(b"", data[: head_size - 2])
+                data = b"%bConnection: close\r\n\r\n%b" % (head, data[head_size:])
+            self._has_begun = True
+            caller.write(data)
+        self._finish("ok" if status == 200 else "rejected" if status in _REJECTIONS else "error")
+        if is_last and caller is not None:
+            self._caller = None
+            caller.done(self)
+
+    def more(self, data: bytes, is_last: bool) -> None:
+        caller = self._caller
+        if caller is None:
+            return
+        if self.method != b"HEAD":
+            caller.write(data)
+        if is_last:
+            self._caller = None
+            caller.done(self)
+
+    def broke(self, reason: str) -> None:
+        self._finish("unavailable")
+        if self._caller is None:
+            return
+        if self._has_begun:
+            self._caller.abandon()
+        else:
+            self._deny(messages.refused("broken", f"Triton did not answer: {reason}.", 1.0))
+
+    # -- towards Triton ------------------------------------------------------------------------------------------------
+
+    def _ask_directly(self) -> None:
+        front, route = self._front, self.route
+        assert route is not None
+        self._drop_body()
+        if front.direct_calls >= front.limits.direct_calls:
+            self._deny(messages.refused("queue_full", "The entry has too many requests that are no inferences.", 1.0))
+            return
+        front.direct_calls += 1
+        self._timer = asyncio.get_running_loop().call_later(front.limits.direct_s, self._too_late)
+        front.backend.send(route.get, self)
+
+    def _too_late(self) -> None:
+        if self._caller is not None:
+            self._deny(messages.refused("deadline", f"Triton did not answer within {self._front.limits.direct_s:g} s."))
+        if self.connection is not None:
+            self.connection.abort()
+
+    async def _prepare(self) -> None:
+        """What cannot be had at once: the terms of a model that is new here, a body without its compression."""
+        assert self.route is not None
+        try:
+            if self.encoding:
+                body, limit = b"".join(self.body), self._front.limits.body_bytes
+                loop = asyncio.get_running_loop()
+                self.body = [await loop.run_in_executor(None, _decompressed, body, self.encoding, limit)]
+                self.body_size = len(self.body[0])
+            terms = await self._front.desk.fetch_terms(self.route.model)
+            if self._caller is not None:
+                self._submit(terms)
+        except Denied as denied:
+            if self._caller is not None:
+                self._deny(denied)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        self._front.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            message = "a request could not be prepared"
+            task.get_loop().call_exception_handler({"message": message, "exception": error, "task": task})
+            if self._caller is not None:
+                self._deny(Denied(500, "INTERNAL", f"In the entry, {message}. Its log says more."))
+
+    def _submit(self, terms: ModelTerms) -> None:
+        """Raises Denied, except for what the gate refuses: that is answered here."""
+        headers, desk = self.headers, self._front.desk
+        body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        self.body = []
+        json_size = headers.get(b"inference-header-content-length")
+        if json_size is None:
+            text: bytes | memoryview = body
+        else:
+            size = _size_of(json_size, len(body))
+            view = memoryview(body)
+            text, self._tail = view[:size], view[size:]
+        if len(text) > self._front.limits.json_bytes:
+            raise messages.refused(
+                "too_large",
+                f"The request has {len(text)} bytes of JSON, more than {self._front.limits.json_bytes}. "
+                "Send its tensors in the binary form of KServe's extension.",
+            )
+        asked, self._dumps = _parsed(text)
+        parameters = asked.get("parameters")
+        if parameters is None:
+            parameters = asked["parameters"] = {}
+        elif type(parameters) is not dict:
+            raise messages.refused("bad_request", "The request's 'parameters' must be a JSON object.")
+        priority = messages.priority_of(parameters.get(messages.PRIORITY_PARAMETER))
+        budget_s = messages.timeout_s_of(parameters.get(messages.TIMEOUT_PARAMETER))
+        named = None
+        if _DEADLINE in headers:
+            budget_s = messages.earlier(budget_s, messages.deadline_s_of(headers[_DEADLINE].decode("latin-1")))
+        if _CLASS in headers:
+            named = headers[_CLASS].decode("latin-1")
+        if self.tenant is not None:
+            _refuse_shared_memory(asked)
+        class_name = desk.class_of(self.tenant, terms, named, priority)
+        self._json, self._parameters = asked, parameters
+        ticket = self._ticket = Ticket(
+            terms,
+            class_name,
+            _rows_of(asked, terms.max_batch_size),
+            self.tenant,
+            None if budget_s is None else time.monotonic() + budget_s,
+            self._start,
+            self._refuse,
+        )
+        refusal = desk.gate.submit(ticket)
+        if refusal is not None:
+            self._refuse(ticket, refusal)
+
+    def _start(self, ticket: Ticket) -> None:
+        route, parameters = self.route, self._parameters
+        assert route is not None
+        if ticket.level > 0:
+            parameters[messages.PRIORITY_PARAMETER] = ticket.level
+        else:
+            parameters.pop(messages.PRIORITY_PARAMETER, None)
+        if ticket.timeout_us > 0:
+            parameters[messages.TIMEOUT_PARAMETER] = ticket.timeout_us
+        else:
+            parameters.pop(messages.TIMEOUT_PARAMETER, None)
+        if ticket.deadline_s is None:
+            parameters.pop(messages.DEADLINE_PARAMETER, None)
+        else:
+            parameters[messages.DEADLINE_PARAMETER] = int(ticket.deadline_s * 1e9)
+        self._is_sent = True
+        try:
+            text, tail = self._dumps(self._json), self._tail
+        except (RecursionError, orjson.JSONEncodeError) as error:
+            # NOTE: later, for the gate is not done with its start.
+            asyncio.get_running_loop().call_soon(self._cannot_be_sent, str(error))
+            return
+        request: Request
+        if tail is None:
+            request = route.post % len(text) + text
+        else:
+            head = route.post_binary % (len(text), len(text) + len(tail))
+            request = b"".join((head, text, tail)) if len(tail) < _JOINED_BYTES else (head + text, tail)
+        self._drop_body()
+        self._front.backend.send(request, self)
+
+    def _cannot_be_sent(self, reason: str) -> None:
+        self._finish("error")
+        if self._caller is not None:
+            self._deny(messages.refused("bad_request", f"The request's JSON cannot be passed on: {reason}."))
+
+    def _refuse(self, _: Ticket, refusal: Refusal) -> None:
+        if not self._is_sent:
+            self._ticket = None
+            self._drop_body()
+        if self._caller is not None and not self._has_begun:
+            self._reply(messages.refused(refusal.kind, refusal.message, refusal.retry_after_s))
+
+    def _finish(self, status: Status) -> None:
+        ticket = self._ticket
+        if ticket is not None:
+            self._ticket = None
+            self._front.desk.gate.finished(ticket, status)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._front.direct_calls -= 1
+
+    # -- towards the caller --------------------------------------------------------------------------------------------
+
+    def _deny(self, denied: Denied) -> None:
+        self._front.desk.on_denied(denied.http_status)
+        self._drop_body()
+        self._reply(denied)
+
+    def _reply(self, denied: Denied) -> None:
+        caller, self._caller = self._caller, None
+        if caller is not None:
+            caller.deny(self, denied)
+
+    def _drop_body(self) -> None:
+        self._front.buffered_bytes -= self.buffered_bytes
+        self.buffered_bytes = 0
+        self.body = []
+        self._json = self._tail = None
+
+
+def _size_of(text: bytes, body_size: int) -> int:
+    digits = text.strip()
+    size = int(digits) if re.fullmatch(rb"[0-9]{1,18}", digits) else -1
+    if not 0 < size <= body_size:
+        raise messages.refused(
+            "bad_request",
+            f"Header 'inference-header-content-length' must be the size of the JSON part, from 1 to the body's {body_size} bytes. "
+            "Requests without JSON are not taken.",
+        )
+    return size
+
+
+def _parsed(text: bytes | memoryview) -> tuple[dict[str, Any], Callable[[Any], bytes]]:
+    """The request's JSON, and what writes it again."""
+    dumps: Callable[[Any], bytes] = orjson.dumps
+    try:
+        try:
+            asked = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            # This one also takes NaN and Infinity, which Triton knows, and lone surrogates.
+            asked, dumps = json.loads(bytes(text)), _dumps_all
+    except (ValueError, RecursionError) as error:
+        raise messages.refused("bad_request", f"The request's JSON cannot be read: {error}.") from None
+    if type(asked) is not dict:
+        raise messages.refused("bad_request", "The request's JSON must be an object.")
+    return asked, dumps
+
+
+def _dumps_all(asked: object) -> bytes:
+    return json.dumps(asked).encode()
+
+
+def _rows_of(asked: dict[str, Any], max_batch_size: int) -> int:
+    """Rows by the first input's shape; 1 for what Triton will not accept."""
+    if max_batch_size > 0:
+        try:
+            rows = asked["inputs"][0]["shape"][0]
+        except (KeyError, IndexError, TypeError):
+            return 1
+        if type(rows) is int and 0 < rows <= max_batch_size:
+            return rows
+    return 1
+
+
+def _refuse_shared_memory(asked: dict[str, Any]) -> None:
+    """Regions belong to whoever registered them with Triton, which does not know tenants."""
+    for part in ("inputs", "outputs"):
+        tensors = asked.get(part)
+        for tensor in tensors if type(tensors) is list else ():
+            parameters = tensor.get("parameters") if type(tensor) is dict else None
+            if type(parameters) is dict and "shared_memory_region" in parameters:
+                raise messages.refused("forbidden", "Shared memory cannot be used where tenants share a Triton.")
+
+
+def _decompressed(body: bytes, encoding: bytes, limit: int) -> bytes:
+    bits = (31,) if encoding == b"gzip" else (15, -15)  # "deflate" is zlib's format, but some send it bare
+    for which in bits:
+        stream = zlib.decompressobj(which)
+        try:
+            data = stream.decompress(body, limit + 1)
+        except zlib.error:
+            continue
+        if len(data) > limit:
+            raise messages.refused("too_large", f"The request's body is larger than {limit} bytes when decompressed.")
+        if stream.eof and not stream.unused_data:
+            return data
+    raise messages.refused("bad_request", f"The request's body is not {encoding.decode()}, or is not complete.")
