@@ -5,9 +5,12 @@ Exit codes are those of tritonpilot.errors; 2 is a usage error, 130 is Ctrl-C.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
@@ -19,6 +22,7 @@ from tritonpilot import build as building
 from tritonpilot import demo as demonstration
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep
+from tritonpilot.entry import tenants as tenant_keys
 from tritonpilot.errors import PilotError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.model_config import Target
@@ -34,6 +38,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+tenants = typer.Typer(help="API keys and the tenants file of the entry.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tenants, name="tenants")
 
 # One declaration per option: flag, default, help and type.
 Models = Annotated[Path, typer.Option("--models", help="Folder with one folder per service.", show_default=True)]
@@ -167,6 +174,73 @@ def serve(
     received = serve_until_signal(server, ready)
     _narrate("stopped; requests in flight were answered")
     raise typer.Exit(130 if received == signal.SIGINT else 0)
+
+
+@app.command(epilog="Example: tritonpilot entry --tenants tenants.yaml --json")
+def entry(
+    tenants_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--tenants", help="Who may call, and how much (docs/tenants.md); default: everybody."),
+    ] = None,
+    triton_http: Annotated[str, typer.Option(help="Triton's HTTP service.")] = "127.0.0.1:8000",
+    triton_grpc: Annotated[str, typer.Option(help="Triton's gRPC service.")] = "127.0.0.1:8001",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; everything but loopback needs TLS in front.")
+    ] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)] = 8100,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 8101,
+    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8102,
+    max_request_mb: Annotated[int, typer.Option(help="Largest request in MiB.", min=1, max=2047)] = 64,
+    cpus: Cpus = "",
+    as_json: Json = False,
+) -> None:
+    """Stand between callers and a Triton: classes with floors, tenants, deadlines, and quick refusals under overload."""
+    from tritonpilot.entry import app as entries  # the event loop and its friends, which no other command needs
+
+    chosen = _cpu_list(cpus)
+    if chosen:
+        os.sched_setaffinity(0, chosen)
+    settings = entries.Settings(
+        triton_http, triton_grpc, host, http_port, grpc_port, metrics_port, tenants_file, max_request_mb << 20
+    )
+
+    def ready(endpoints: entries.Endpoints) -> None:
+        found: dict[str, str] = dataclasses.asdict(endpoints)
+        if as_json:
+            print(json.dumps({"endpoints": found, "pid": os.getpid()}), flush=True)
+        else:
+            for name, endpoint in found.items():
+                print(f"{name:8} {endpoint}", flush=True)
+            _narrate("the entry is open; Ctrl-C closes it")
+
+    received = entries.run(settings, ready, _narrate)
+    raise typer.Exit(130 if received == signal.SIGINT else 0)
+
+
+@tenants.command("new-key", epilog="Example: tritonpilot tenants new-key")
+def new_key(as_json: Json = False) -> None:
+    """Make an API key: give the key to the tenant, put its hash into the tenants file."""
+    key = tenant_keys.new_key()
+    facts = {"key": key, "hash": tenant_keys.hash_key(key)}
+    print(json.dumps(facts) if as_json else "\n".join(f"{name:5} {value}" for name, value in facts.items()))
+
+
+@tenants.command("hash-key", epilog="Example: tritonpilot tenants hash-key < key.txt")
+def hash_key() -> None:
+    """Print the hash of a key that is read from standard input, so that it stays out of the shell's history."""
+    try:
+        print(tenant_keys.hash_key(sys.stdin.readline().strip()))
+    except ValueError as error:
+        raise SpecError(f"{error}. Nothing was hashed.") from None
+
+
+@tenants.command("check", epilog="Example: tritonpilot tenants check tenants.yaml")
+def check_tenants(file: Annotated[Path, typer.Argument(help="Tenants file.")]) -> None:
+    """Read a tenants file and say what is in it, or what is wrong with it (exit 3)."""
+    for tenant in tenant_keys.KeyFile(file, time.monotonic, _narrate).current:
+        rate = f"{tenant.bucket.rate_per_s:g} rows/s" if tenant.bucket is not None else "any rate"
+        most = f"{tenant.concurrency} at once" if tenant.concurrency is not None else "any number at once"
+        print(f"{tenant.name}: {rate}, {most}")
 
 
 @app.command(epilog="Example: tritonpilot measure ctr --concurrency 1,4,16,64")
