@@ -16,7 +16,7 @@ from tritonpilot.client import coalesce, endpoints, retry, served, shared_memory
 from tritonpilot.client.coalesce import Limits, Size
 from tritonpilot.client.errors import InputError
 from tritonpilot.client.placement import place
-from tritonpilot.client.transport import _field
+from tritonpilot.client.transport import _field, retry_after_s
 
 LIMITS = Limits(rows=8, bytes=1000, wait_s=0.001)
 CTR = served.from_config(
@@ -120,6 +120,31 @@ def test_waits_grow_up_to_the_longest_and_are_drawn_at_random() -> None:
 )
 def test_what_is_not_repeated_says_why(changes: dict[str, Any], reason: str) -> None:
     assert decided(**changes) == retry.Decision(None, reason)
+
+
+def test_a_server_is_left_alone_as_long_as_it_asked_and_the_drawn_wait_on_top() -> None:
+    assert decided(retry_after_s=0.2).wait_s == pytest.approx(0.205)
+    assert decided(retry_after_s=0.2, draw=0.0).wait_s == 0.2
+    assert decided(retry_after_s=1.0, draw=0.0) == retry.Decision(None, "the deadline comes before the next attempt")
+    assert decided(retry_after_s=60.0, has_other_endpoint=True).wait_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, 0.0),
+        ({"retry-after-ms": "150.5"}, 0.1505),
+        ({"retry-after": "2"}, 2.0),
+        ({"retry-after-ms": "150", "retry-after": "1"}, 0.15),
+        ({"retry-after-ms": "soon", "retry-after": "1"}, 1.0),
+        ({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.0),
+        ({"retry-after-ms": "inf"}, 0.0),
+        ({"retry-after-ms": "nan"}, 0.0),
+        ({"retry-after-ms": "-1"}, 0.0),
+    ],
+)
+def test_how_long_a_refusal_asks_to_wait_is_read_from_its_headers(headers: dict[str, str], expected: float) -> None:
+    assert retry_after_s(headers) == pytest.approx(expected)
 
 
 def test_another_endpoint_is_asked_without_a_wait() -> None:
@@ -262,6 +287,32 @@ def test_classes_become_levels_and_unknown_ones_are_refused() -> None:
         served.level(CTR, "nobody", None)
     with pytest.raises(InputError, match="no priority 3"):
         served.level(CTR, None, 3)
+
+
+def described(**shapes: list[int]) -> served.Served:
+    tensors = [
+        {"name": name, "datatype": "FP32", "shape": [str(dim) for dim in shape]} for name, shape in shapes.items()
+    ]
+    return served.from_metadata({"name": "hidden", "inputs": tensors[:-1], "outputs": tensors[-1:]})
+
+
+def test_metadata_tells_rows_by_a_first_dimension_of_any_size_in_every_tensor() -> None:
+    model = described(dense=[-1, 28], ids=[-1, 8], prob=[-1, 1])
+
+    found = served.check(model, {"dense": np.zeros(28, np.float32), "ids": np.zeros(8, np.float32)})
+
+    assert (found.rows, found.is_single, found.arrays["ids"].shape) == (1, True, (1, 8))
+    assert (model.may_join, model.is_limit_known, model.classes) == (True, False, None)
+    assert described(dense=[-1, 28], ids=[8], prob=[-1, 1]).max_batch_size == 0
+    assert served.check(described(x=[3], y=[3]), {"x": [1.0, 2.0, 3.0]}).arrays["x"].shape == (3,)
+
+
+def test_without_classes_in_sight_every_name_is_the_servers_to_judge() -> None:
+    model = described(x=[-1, 3], y=[-1, 3])
+
+    assert [served.level(model, "vip", None), served.level(model, None, 7)] == [0, 7]
+    with pytest.raises(InputError, match="no priority -1"):
+        served.level(model, None, -1)
 
 
 def test_models_whose_answers_depend_on_batch_mates_are_not_joined() -> None:

@@ -28,6 +28,7 @@ from tritonpilot.client.errors import (
     DisconnectedError,
     InputError,
     ModelFaultError,
+    RejectedError,
 )
 from tritonpilot.client.served import Array, Served
 from tritonpilot.client.server import SHARED_MEMORY_BYTES, Server, SharedMemory, Sharing
@@ -50,6 +51,7 @@ class AsyncClient:
     `retries` says how retryable rejections are repeated.
     `shared_memory`: "auto" puts big tensors there when the server is on this machine and the control key is known (given,
     in TRITONPILOT_CONTROL_KEY, or in the state file), "off" never; a number is the index of the GPU to put them on.
+    `key` says who calls: the API key that an entry (`tritonpilot entry`) knows.
 
     A client does not survive a fork: the child's calls raise ClosedError; make one per process.
     """
@@ -67,6 +69,7 @@ class AsyncClient:
         shared_memory: SharedMemory = "auto",
         shared_memory_bytes: int = SHARED_MEMORY_BYTES,
         control_key: str | None = None,
+        key: str = "",
     ) -> None:
         given = [servers] if isinstance(servers, str) else list(servers)
         if not given:
@@ -80,6 +83,9 @@ class AsyncClient:
         self._retries = retries
         self._budget = retry.Budget(retries)
         self._sharing = Sharing(shared_memory, shared_memory_bytes, control_key)
+        if not _is_header(key):
+            raise InputError("The key has characters that no key has. Nothing was sent. Correct it.", "key")
+        self._key = key
         self._pid = os.getpid()
         self._is_closed = False
         self._servers: dict[int, Server] = {}  # by id of the endpoint
@@ -122,13 +128,19 @@ class AsyncClient:
         checked = served.check(described, inputs)
         caller = caller_class if caller_class is not None or priority is not None else self._caller_class
         level = served.level(described, caller, priority)
+        # A server that hides a model's classes decides what the name means.
+        named = caller if caller is not None and priority is None and described.classes is None else ""
+        if not _is_header(named):
+            raise InputError(
+                f"No server has a class of callers {named!r}. Nothing was sent. Correct it.", "caller_class"
+            )
         if unknown := [name for name in outputs if name not in described.outputs]:
             raise InputError(
                 f'"{unknown[0]}": the model {model} has no such output. Nothing was sent. Its outputs are '
                 f"{', '.join(described.outputs)}.",
                 unknown[0],
             )
-        route = Route(described, level, tuple(outputs))
+        route = Route(described, level, named, tuple(outputs))
         call = Call(checked, loop.create_future(), deadline, asked_s)
         self._add(call, route, loop)
         timer = loop.call_at(deadline, call.expire)
@@ -174,10 +186,18 @@ class AsyncClient:
 
     def _add(self, call: Call, route: Route, loop: asyncio.AbstractEventLoop) -> None:
         model = route.served
-        if not (self._may_join and model.may_join and call.bytes <= SMALL_CALL_BYTES):
+        is_limited = model.is_limit_known or self._most_rows > 0
+        if not (self._may_join and model.may_join and is_limited and call.bytes <= SMALL_CALL_BYTES):
             self._start(route, [call], None)
             return
-        key = (model, route.level, route.outputs, call.shapes(), coalesce.deadline_band(call.asked_s))
+        key = (
+            model,
+            route.level,
+            route.caller_class,
+            route.outputs,
+            call.shapes(),
+            coalesce.deadline_band(call.asked_s),
+        )
         lane = self._lanes.get(key)
         if lane is None:
             rows = min(model.max_batch_size, self._most_rows or model.max_batch_size)
@@ -271,6 +291,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         refused: set[int] = set()
         attempt = 0
+        not_before = 0.0  # of the next attempt, when no other endpoint can be asked
         self._budget.sent()
         while True:
             attempt += 1
@@ -289,14 +310,17 @@ class AsyncClient:
                 else:
                     endpoints.answered(endpoint)
                 refused.add(id(endpoint))
+                if isinstance(error, RejectedError):
+                    not_before = max(not_before, now + error.retry_after_s)
                 decision = retry.decide(
                     self._retries,
                     attempt=attempt,
-                    is_retryable=error.is_retryable,
+                    is_retryable=error.is_retryable and not isinstance(error, DeadlineError),
                     left_s=deadline() - now,
                     tokens=self._budget.tokens,
                     draw=random.random(),
                     has_other_endpoint=endpoints.has_other(self.endpoints, now=now, avoid=refused),
+                    retry_after_s=max(0.0, not_before - now),
                 )
                 if decision.wait_s is None:
                     raise
@@ -317,6 +341,7 @@ class AsyncClient:
         else:
             arrays = {name: np.concatenate([call.arrays[name] for call in waiting]) for name in waiting[0].arrays}
         rows = sum(call.size.rows for call in waiting)
+        # The latest of the deadlines: each call ends at its own here.
         left_s = max(call.deadline for call in waiting) - asyncio.get_running_loop().time()
         request = Request(
             model.name,
@@ -325,9 +350,12 @@ class AsyncClient:
             route.outputs,
             route.level,
             max(1, int(left_s * 1e6)),
+            time.monotonic_ns() + int(left_s * 1e9),
+            route.caller_class,
         )
         found = await self._server(endpoint).infer(model, request, rows, errand)
-        if model.max_batch_size:
+        is_batched = model.max_batch_size > 0 and (model.is_limit_known or len(waiting) > 1 or waiting[0].is_single)
+        if is_batched:
             for name, array in found.items():
                 if not array.ndim or len(array) != rows:
                     raise ModelFaultError(
@@ -335,12 +363,12 @@ class AsyncClient:
                         f"{list(array.shape)}. Look at the model."
                     )
         for call, (start, stop) in zip(waiting, coalesce.spans([call.size.rows for call in waiting]), strict=True):
-            call.answer(found, start, stop, is_shared=len(waiting) > 1, is_batched=model.max_batch_size > 0)
+            call.answer(found, start, stop, is_shared=len(waiting) > 1, is_batched=is_batched)
 
     def _server(self, endpoint: Endpoint) -> Server:
         server = self._servers.get(id(endpoint))
         if server is None:
-            server = self._servers[id(endpoint)] = Server(endpoint, self._sharing)
+            server = self._servers[id(endpoint)] = Server(endpoint, self._sharing, self._key)
         return server
 
     # -- what a model takes --------------------------------------------------------------------------------------------
@@ -374,6 +402,10 @@ class AsyncClient:
         return found
 
     async def _describe(self, endpoint: Endpoint, model: str, version: str) -> Served:
-        config = await self._server(endpoint).config(model, version)
-        found = self._served[model, version] = served.from_config(config, version)
+        found = self._served[model, version] = await self._server(endpoint).describe(model, version)
         return found
+
+
+def _is_header(text: str) -> bool:
+    """Whether it can be sent as a header's value, over HTTP and gRPC, and arrives as it is."""
+    return text.isascii() and text.isprintable() and text == text.strip()

@@ -15,17 +15,18 @@ from tritonpilot.client.served import Array, Checked, Served
 
 DOUBTFUL_S = 60.0  # a request whose tensors lie in shared memory is waited for that long after its callers left
 
-Key = tuple[Served, int, tuple[str, ...], tuple[Any, ...], int]
+Key = tuple[Served, int, str, tuple[str, ...], tuple[Any, ...], int]
 
 
 class Route:
     """What every call of a request has in common."""
 
-    __slots__ = ("level", "outputs", "served")
+    __slots__ = ("caller_class", "level", "outputs", "served")
 
-    def __init__(self, model: Served, level: int, outputs: tuple[str, ...]) -> None:
+    def __init__(self, model: Served, level: int, caller_class: str, outputs: tuple[str, ...]) -> None:
         self.served = model
         self.level = level
+        self.caller_class = caller_class
         self.outputs = outputs
 
 

@@ -40,8 +40,12 @@ def decide(
     tokens: float,
     draw: float,
     has_other_endpoint: bool = False,
+    retry_after_s: float = 0.0,
 ) -> Decision:
-    """What to do after attempt number `attempt` (from 1) failed, `left_s` before the deadline, with `draw` in [0, 1)."""
+    """What to do after attempt number `attempt` (from 1) failed, `left_s` before the deadline, with `draw` in [0, 1).
+
+    `retry_after_s` is how long the server asked to be left alone; the drawn wait comes on top.
+    """
     if not is_retryable:
         return Decision(None, "this refusal is final")
     if attempt >= policy.attempts:
@@ -51,7 +55,7 @@ def decide(
     if has_other_endpoint:
         return Decision(0.0, "another endpoint has not been asked")
     longest_s = min(policy.longest_wait_ms, policy.first_wait_ms * 2 ** (attempt - 1)) / 1e3
-    wait_s = longest_s * draw
+    wait_s = retry_after_s + longest_s * draw
     if wait_s >= left_s:
         return Decision(None, "the deadline comes before the next attempt")
     return Decision(wait_s, f"attempt {attempt + 1} of {policy.attempts}")

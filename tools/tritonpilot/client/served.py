@@ -39,6 +39,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     }.items()
 }
 CLASSES = "pilot_classes"
+ANY_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,12 @@ class Served:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     max_batch_size: int
-    classes: Mapping[str, int]
+    classes: Mapping[str, int] | None
+    """Name -> priority level; None: the server does not tell."""
     may_join: bool
     """Whether rows of several calls may share a request without changing each other's answers."""
+    is_limit_known: bool = True
+    """Whether max_batch_size is the model's; otherwise it only says that every tensor seems to have rows."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +101,48 @@ def from_config(config: Mapping[str, Any], version: str = "") -> Served:
     largest = int(config.get("max_batch_size", 0))
     stated = config.get("parameters", {}).get(CLASSES, {}).get("string_value", "")
     classes = {label: int(level) for label, _, level in (part.partition(":") for part in stated.split(",") if part)}
-    # The length of a text's answer may be that of the longest text beside it: such rows must not share a request.
-    is_padded = any(each.data_type == "BYTES" for each in inputs.values()) and any(
-        -1 in each.dims for each in outputs.values()
-    )
-    may_join = largest > 1 and not is_padded and "sequence_batching" not in config
+    may_join = largest > 1 and not _is_padded(inputs, outputs) and "sequence_batching" not in config
     return Served(name, version, inputs, outputs, largest, classes, may_join)
+
+
+def from_metadata(metadata: Mapping[str, Any], version: str = "") -> Served:
+    """Read Triton's model metadata, of a server that shows no config: neither classes nor max_batch_size, nor what is optional.
+
+    A first dimension of any size in every tensor is taken for the rows.
+    """
+    name = str(metadata["name"])
+    entries = {kind: metadata.get(kind, ()) for kind in ("inputs", "outputs")}
+    shapes = [[int(dim) for dim in entry.get("shape", ())] for kind in entries for entry in entries[kind]]
+    is_batched = bool(shapes) and all(shape[:1] == [-1] for shape in shapes)
+    inputs, outputs = (
+        {
+            str(entry["name"]): Tensor(
+                str(entry["name"]),
+                str(entry["datatype"]),
+                tuple(int(dim) for dim in entry.get("shape", ()))[1 if is_batched else 0 :],
+                is_optional=True,
+            )
+            for entry in entries[kind]
+        }
+        for kind in entries
+    )
+    may_join = is_batched and not _is_padded(inputs, outputs)
+    return Served(name, version, inputs, outputs, ANY_ROWS if is_batched else 0, None, may_join, is_limit_known=False)
 
 
 def level(served: Served, caller_class: str | None, priority: int | None) -> int:
     """The priority level of a call, 0 for the model's default. Raises InputError for a class or level it lacks."""
     if priority is not None:
         # Triton silently takes a level that it does not have for the default one.
-        if priority < 0 or (served.classes and priority > max(served.classes.values())):
+        known = served.classes or {}
+        if priority < 0 or (known and priority > max(known.values())):
             raise InputError(
                 f"The model {served.name} has no priority {priority}. Nothing was sent. Its classes are "
-                f"{', '.join(f'{name} ({number})' for name, number in served.classes.items()) or 'not stated'}.",
+                f"{', '.join(f'{name} ({number})' for name, number in known.items()) or 'not stated'}.",
                 "priority",
             )
         return priority
-    if caller_class is None:
+    if caller_class is None or served.classes is None:
         return 0
     if caller_class not in served.classes:
         raise InputError(
@@ -187,6 +213,13 @@ def output_bytes(tensor: Tensor, rows: int, is_batched: bool) -> int:
     for dim in tensor.dims:
         count *= dim
     return count * item
+
+
+def _is_padded(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> bool:
+    """The length of a text's answer may be that of the longest text beside it: such rows must not share a request."""
+    return any(each.data_type == "BYTES" for each in inputs.values()) and any(
+        -1 in each.dims for each in outputs.values()
+    )
 
 
 def _tensor(entry: Mapping[str, Any]) -> Tensor:

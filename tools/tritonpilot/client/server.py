@@ -6,12 +6,13 @@ outputs = await server.infer(model, request, rows, errand)        # big tensors 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from tritonclient.utils import serialize_byte_tensor
@@ -19,7 +20,7 @@ from tritonclient.utils import serialize_byte_tensor
 from tritonpilot.client import served
 from tritonpilot.client.calls import Errand
 from tritonpilot.client.endpoints import Endpoint
-from tritonpilot.client.errors import CallError
+from tritonpilot.client.errors import CallError, DeniedError, UnknownModelError
 from tritonpilot.client.placement import Placement, place
 from tritonpilot.client.served import Array, Served
 from tritonpilot.client.shared_memory import Region, Regions, UnavailableError
@@ -45,18 +46,22 @@ class Sharing:
 class Server:
     """Made and used in one event loop."""
 
-    def __init__(self, endpoint: Endpoint, sharing: Sharing) -> None:
+    def __init__(self, endpoint: Endpoint, sharing: Sharing, caller_key: str = "") -> None:
         self.endpoint = endpoint
         self._sharing = sharing
         key = _known_key() if sharing.key is None else sharing.key
-        self._transport = connect(endpoint, (CONTROL_HEADER, key) if key else None)
+        self._transport = connect(endpoint, (CONTROL_HEADER, key) if key else None, caller_key)
         self._regions: Regions | None = None
         if sharing.how != "off" and endpoint.is_loopback:
             self._regions = Regions(self._transport, None if sharing.how == "auto" else sharing.how)
 
-    async def config(self, model: str, version: str) -> Mapping[str, Any]:
-        """The model's config in JSON form. Raises a CallError."""
-        return await self._transport.config(model, version)
+    async def describe(self, model: str, version: str) -> Served:
+        """What the model takes; from its metadata where its config is not for everybody. Raises a CallError."""
+        try:
+            config = await self._transport.config(model, version)
+        except (DeniedError, UnknownModelError):
+            return served.from_metadata(await self._transport.metadata(model, version), version)
+        return served.from_config(config, version)
 
     async def infer(self, model: Served, request: Request, rows: int, errand: Errand) -> Mapping[str, Array]:
         """The outputs by name. Raises a CallError."""
@@ -110,15 +115,11 @@ async def _infer_through(
         for name, offset in plan.outputs.items()
     }
     answer = await transport.infer(
-        Request(
-            request.model,
-            request.version,
-            request.inputs,
-            request.outputs or tuple(model.outputs),
-            request.priority,
-            request.timeout_us,
-            placed_inputs,
-            placed_outputs,
+        dataclasses.replace(
+            request,
+            outputs=request.outputs or tuple(model.outputs),
+            placed_inputs=placed_inputs,
+            placed_outputs=placed_outputs,
         )
     )
     arrays = dict(answer.arrays)

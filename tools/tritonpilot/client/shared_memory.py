@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tritonpilot.client.errors import CallError, DisconnectedError
+from tritonpilot.client.errors import CallError, DeadlineError, DisconnectedError
 from tritonpilot.client.served import Array
 from tritonpilot.client.transport import Transport
 
@@ -191,7 +191,10 @@ class Regions:
             yield region
             is_answered = True
         except CallError as error:
-            is_answered = not isinstance(error, DisconnectedError)
+            # At a deadline whoever stands before Triton answers, while Triton may still work.
+            is_answered = not (
+                isinstance(error, DisconnectedError) or (isinstance(error, DeadlineError) and error.is_computed)
+            )
             raise
         finally:
             if is_answered:

@@ -9,7 +9,11 @@ Only the client library of the scheme that is used gets imported.
 from __future__ import annotations
 
 import asyncio
+import http
+import json
+import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +23,8 @@ from tritonclient.utils import InferenceServerException
 from tritonpilot.client.endpoints import Endpoint
 from tritonpilot.client.errors import (
     CallError,
+    DeadlineError,
+    DeniedError,
     DisconnectedError,
     InputError,
     ModelFaultError,
@@ -29,6 +35,12 @@ from tritonpilot.client.served import Array
 
 CONNECT_S = 1.0
 CONNECTIONS = 512
+SAID_CHARACTERS = 300  # of a refusal that is not Triton's
+KEY_HEADER = "tritonpilot-key"
+CLASS_HEADER = "tritonpilot-class"
+DEADLINE_HEADER = "tritonpilot-deadline-ms"
+DEADLINE_PARAMETER = "pilot_deadline_ns"  # what our backends read
+LATE = "deadline exceeded before execution"  # what they answer after it
 _FIELD = re.compile(r"""(?:^|[,:] )"([^"]+)": |\binput '([^']+)'""")
 # What gRPC itself says under UNAVAILABLE when the connection, not the server, refuses.
 _BROKEN = ("connect", "socket", "goaway", "recvmsg", "sendmsg", "tcp", "dns", "ping timeout", "transport", "reset")
@@ -53,6 +65,8 @@ class Request:
     outputs: Sequence[str]  # () for all
     priority: int = 0
     timeout_us: int = 0  # of queue time, 0: the class's own
+    deadline_ns: int = 0  # time.monotonic_ns() by which the answer is wanted, 0: at any time
+    caller_class: str = ""  # for a server that did not tell which level it is
     placed_inputs: Mapping[str, Place] = field(default_factory=dict)
     placed_outputs: Mapping[str, Place] = field(default_factory=dict)
 
@@ -68,16 +82,29 @@ class Answer:
 class Transport:
     """A connection (or several) to one server. Every method raises a CallError; of the event loop that made it."""
 
-    _headers: Mapping[str, str] = {}
+    _has_deadlines = False  # whether the protocol has deadlines of its own
 
-    def __init__(self, endpoint: Endpoint, library: Any, client: Any, control_headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        library: Any,
+        client: Any,
+        headers: Mapping[str, str],
+        control_headers: Mapping[str, str],
+    ) -> None:
         self._url = endpoint.url
+        self._headers = headers
+        self._shares_clock = endpoint.is_loopback
         self._library = library
         self._client = client
-        self._control_headers = control_headers
+        self._control_headers = {**headers, **control_headers}
 
     async def config(self, model: str, version: str) -> Mapping[str, Any]:
         """The model's config in JSON form."""
+        raise NotImplementedError
+
+    async def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        """The model's metadata in JSON form."""
         raise NotImplementedError
 
     async def regions(self) -> Sequence[str]:
@@ -86,7 +113,30 @@ class Transport:
 
     async def infer(self, request: Request) -> Answer:
         """Send and wait for the answer; cancelled, the request is given up."""
+        shares_clock = self._shares_clock
+        try:
+            return await self._infer(request, shares_clock)
+        except DeadlineError as error:
+            if error.is_computed or time.monotonic_ns() >= request.deadline_ns or not shares_clock:
+                raise
+            # Late by another clock than ours: a tunnel leads to a server on another machine.
+            self._shares_clock = False
+            return await self._infer(request, False)
+
+    async def _infer(self, request: Request, shares_clock: bool) -> Answer:
         inputs, outputs = _tensors(self._library, request)
+        headers = dict(self._headers)
+        if request.caller_class:
+            headers[CLASS_HEADER] = request.caller_class
+        options: dict[str, Any] = {}
+        if request.deadline_ns:
+            left_s = max(1e-3, (request.deadline_ns - time.monotonic_ns()) / 1e9)
+            if self._has_deadlines and not (request.placed_inputs or request.placed_outputs):
+                options["client_timeout"] = left_s
+            else:  # the server uses shared memory until it has answered, and gRPC's own deadline does not wait for that
+                headers[DEADLINE_HEADER] = f"{left_s * 1e3:.3f}"
+            if shares_clock:
+                options["parameters"] = {DEADLINE_PARAMETER: request.deadline_ns}
         result = await self._call(
             self._client.infer(
                 request.model,
@@ -95,7 +145,8 @@ class Transport:
                 outputs=outputs,
                 priority=request.priority,
                 timeout=request.timeout_us or None,
-                headers=dict(self._headers),
+                headers=headers,
+                **options,
             )
         )
         return _answer(request, result)
@@ -128,10 +179,11 @@ class Transport:
         raise NotImplementedError
 
 
-def connect(endpoint: Endpoint, control_header: tuple[str, str] | None) -> Transport:
-    """A transport of the endpoint's scheme; the header goes along with calls of the restricted shared-memory API."""
+def connect(endpoint: Endpoint, control_header: tuple[str, str] | None, key: str = "") -> Transport:
+    """A transport of the endpoint's scheme. The caller's key goes along with every call, the control header with those of the
+    restricted shared-memory API."""
     kind = _Http if endpoint.scheme.startswith("http") else _Grpc
-    return kind(endpoint, control_header)
+    return kind(endpoint, control_header, {KEY_HEADER: key} if key else {})
 
 
 async def reach(endpoint: Endpoint) -> None:
@@ -147,10 +199,7 @@ async def reach(endpoint: Endpoint) -> None:
 
 
 class _Http(Transport):
-    # aiohttp asks for compressed answers by default, and Triton then compresses: 62 ms instead of 3 for 1 MiB of floats.
-    _headers: Mapping[str, str] = {"Accept-Encoding": "identity"}
-
-    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None) -> None:
+    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None, headers: Mapping[str, str]) -> None:
         import aiohttp
         import tritonclient.http.aio as library
 
@@ -158,10 +207,22 @@ class _Http(Transport):
         client = library.InferenceServerClient(
             endpoint.address, conn_limit=CONNECTIONS, conn_timeout=None, ssl=endpoint.scheme == "https"
         )
-        super().__init__(endpoint, library, client, dict([control_header]) if control_header else {})
+        for verb in ("_get", "_post"):  # tritonclient keeps a refusal's headers to itself
+            setattr(client, verb, _refusing(endpoint.url, getattr(client, verb)))
+        # aiohttp asks for compressed answers by default, and Triton then compresses: 62 ms instead of 3 for 1 MiB of floats.
+        headers = {"Accept-Encoding": "identity", **headers}
+        super().__init__(endpoint, library, client, headers, dict([control_header]) if control_header else {})
 
     async def config(self, model: str, version: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await self._call(self._client.get_model_config(model, version))
+        found: Mapping[str, Any] = await self._call(
+            self._client.get_model_config(model, version, headers=dict(self._headers))
+        )
+        return found
+
+    async def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await self._call(
+            self._client.get_model_metadata(model, version, headers=dict(self._headers))
+        )
         return found
 
     async def regions(self) -> Sequence[str]:
@@ -174,7 +235,7 @@ class _Http(Transport):
         try:
             return await call
         except InferenceServerException as refused:
-            raise _error(self._url, str(refused.message()), str(refused.status())) from None
+            raise _error(self._url, str(refused.message()), str(refused.status()), {}) from None
         except self._broken as broken:
             raise DisconnectedError(
                 f"The connection to {self._url} failed: {broken or type(broken).__name__}."
@@ -182,7 +243,9 @@ class _Http(Transport):
 
 
 class _Grpc(Transport):
-    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None) -> None:
+    _has_deadlines = True
+
+    def __init__(self, endpoint: Endpoint, control_header: tuple[str, str] | None, headers: Mapping[str, str]) -> None:
         import tritonclient.grpc.aio as library
 
         client = library.InferenceServerClient(
@@ -197,12 +260,20 @@ class _Grpc(Transport):
                 ("grpc.max_reconnect_backoff_ms", 250),
             ],
         )
-        headers = {f"triton-grpc-protocol-{control_header[0]}": control_header[1]} if control_header else {}
-        super().__init__(endpoint, library, client, headers)
+        control_headers = {f"triton-grpc-protocol-{control_header[0]}": control_header[1]} if control_header else {}
+        super().__init__(endpoint, library, client, headers, control_headers)
 
     async def config(self, model: str, version: str) -> Mapping[str, Any]:
-        answer = await self._call(self._client.get_model_config(model, version, as_json=True))
+        answer = await self._call(
+            self._client.get_model_config(model, version, headers=dict(self._headers), as_json=True)
+        )
         found: Mapping[str, Any] = answer["config"]
+        return found
+
+    async def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = await self._call(
+            self._client.get_model_metadata(model, version, headers=dict(self._headers), as_json=True)
+        )
         return found
 
     async def regions(self) -> Sequence[str]:
@@ -216,7 +287,26 @@ class _Grpc(Transport):
             said, status = str(refused.message()), str(refused.status()).removeprefix("StatusCode.")
             if status == "UNAVAILABLE" and any(word in said.lower() for word in _BROKEN):
                 raise DisconnectedError(f"The connection to {self._url} failed: {said}.") from None
-            raise _error(self._url, said, status) from None
+            call = refused.__context__  # grpc.aio.AioRpcError, from which tritonclient made this
+            trailing: Any = call.trailing_metadata() if hasattr(call, "trailing_metadata") else None
+            raise _error(self._url, said, status, dict(trailing or ())) from None
+
+
+def _refusing(url: str, send: Any) -> Any:
+    """tritonclient's sending of one HTTP request, with refusals raised as a CallError."""
+
+    async def sent(*arguments: Any, **named: Any) -> Any:
+        response = await send(*arguments, **named)
+        if response.status == http.HTTPStatus.OK:
+            return response
+        body = (await response.read()).decode(errors="replace")
+        try:
+            said = str(json.loads(body)["error"])
+        except (ValueError, KeyError, TypeError):  # a proxy's page
+            said = body[:SAID_CHARACTERS] or str(response.reason)
+        raise _error(url, said, str(response.status), response.headers)
+
+    return sent
 
 
 def _tensors(library: Any, request: Request) -> tuple[list[Any], list[Any] | None]:
@@ -253,18 +343,40 @@ def _answer(request: Request, result: Any) -> Answer:
     return Answer(arrays, shapes)
 
 
-def _error(url: str, said: str, status: str) -> CallError:
-    """Triton's statuses are gRPC's by name, or HTTP's by number."""
+def _error(url: str, said: str, status: str, headers: Mapping[str, Any]) -> CallError:
+    """Triton's statuses are gRPC's by name, or HTTP's by number; headers as of HTTP, or gRPC's trailing metadata."""
     said = " ".join(said.split()).removeprefix("[request id: <id_unknown>] ").rstrip(".")
-    if status in ("INVALID_ARGUMENT", "400"):
+    if status in ("INVALID_ARGUMENT", "400", "413"):
         return InputError(f"{url} refused the request: {said}. Repair the inputs.", _field(said))
     if status in ("NOT_FOUND", "404"):
         return UnknownModelError(f"{url} has no such model: {said}. Correct the name or load it.")
-    if status in ("UNAVAILABLE", "503", "RESOURCE_EXHAUSTED", "429", "502", "504"):
-        return RejectedError(f"{url} does not take the request now: {said}. Try again later, or with less load.")
+    if status in ("DEADLINE_EXCEEDED", "504") or (status in ("UNAVAILABLE", "503") and LATE in said):
+        late = DeadlineError(
+            f"The deadline passed before {url} had an answer: {said}. Ask for more time, or send less."
+        )
+        late.is_computed = LATE not in said
+        return late
+    if status in ("UNAVAILABLE", "503", "RESOURCE_EXHAUSTED", "429", "502"):
+        return RejectedError(
+            f"{url} does not take the request now: {said}. Try again later, or with less load.", retry_after_s(headers)
+        )
+    if status in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "401", "403", "405"):
+        return DeniedError(f"{url} does not let this caller do that: {said}. Give a key that may (`key=`).")
     if status == "CANCELLED":
         return DisconnectedError(f"The connection to {url} was closed: {said}.")
     return ModelFaultError(f"{url} failed to answer ({status}): {said}. Look at the server's log.")
+
+
+def retry_after_s(headers: Mapping[str, Any]) -> float:
+    """How long a refusal asks to be left alone: `retry-after-ms`, else Retry-After in seconds; 0 when it does not say."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers.get(name, "")) * unit_s
+        except ValueError:  # Retry-After may also be a date, by a clock that is not ours
+            continue
+        if math.isfinite(seconds) and seconds >= 0:
+            return seconds
+    return 0.0
 
 
 def _field(said: str) -> str:
