@@ -232,6 +232,8 @@ def test_a_wrong_file_is_refused_with_its_line(
         (b"- a\n", "must be a mapping that starts with `tenants:`"),
         (b"tenants:\n", "valid list"),
         (b"tenants: []\n", "at least 1 item"),
+        (b"tenants:\n" + b"  - {q: 1}\n" * 300_000, ":100001: has too many words for 10000 tenants"),
+        (b"tenants:\n" + b"  - {}\n" * 10_001, "at most 10000 items"),
         (b"tenants: []\n---\ntenants: []\n", "tenants.yaml:2: is not valid YAML: but found another document"),
         (b"tenants:\n  - name: \xff\n", "tenants.yaml:2: is not UTF-8"),
         (b"tenants: \x00\n", "is not valid YAML"),
@@ -255,7 +257,17 @@ def test_of_many_problems_the_first_ones_are_told(tmp_path: Path) -> None:
 
     lines = str(refused.value).splitlines()
     assert [line.split(": ")[0] for line in lines[:20]] == [f"{tmp_path}/tenants.yaml:{2 + i}" for i in range(20)]
-    assert lines[20:] == ["and 980 more.", "Nothing was changed."]
+    assert lines[20:] == ["And more.", "Nothing was changed."]
+
+
+@pytest.mark.parametrize(
+    "text", ["tenants: {}", "tenants: !{} 1", "{}: 1", "tenants: {? {} : 1, ? {} : 1}", "tenants: '{}"]
+)
+def test_a_long_word_is_told_shortened(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        tenants_of(tmp_path, text.replace("{}", "a" * 100_000))
+
+    assert len(str(refused.value)) < 1500
 
 
 @pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
@@ -597,15 +609,24 @@ def test_a_file_that_cannot_be_used_leaves_the_old_one_in_force_and_says_so_once
     assert not file.poll()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_without_permission_leaves_the_old_one_in_force(tmp_path: Path) -> None:
-    file, _ = watched(tmp_path)
-    file.path.chmod(0)
-
-    assert not file.poll()
+@pytest.mark.parametrize("closed", ["file", "folder"])
+def test_a_file_without_permission_leaves_the_old_one_in_force(tmp_path: Path, closed: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file, lines = watched(folder)
+    (file.path if closed == "file" else folder).chmod(0)
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(65534)  # root reads everything
+    try:
+        assert [file.poll() for _ in range(3)] == [False] * 3
+    finally:
+        os.seteuid(me)
     assert file.trouble is not None
-    assert "Permission denied" in file.trouble
+    assert "cannot be read: Permission denied" in file.trouble
+    assert len(lines) == 1
 
+    folder.chmod(0o700)
     file.path.chmod(0o600)
     assert file.poll()
     assert file.trouble is None
@@ -685,9 +706,14 @@ def test_a_file_that_others_may_write_to_is_warned_of(tmp_path: Path) -> None:
     assert said[0].endswith(f"Run: chmod go-w {path}")
 
     path.chmod(0o644)
-    path.write_text(GOOD.replace("concurrency: 32", "concurrency: 33"))
+    replace(path, GOOD.replace("concurrency: 32", "concurrency: 33"))
     file.poll()
     assert said[1:] == [f"{path} was read: 2 tenants"]
+
+    path.chmod(0o602)
+    assert [file.poll() for _ in range(3)] == [False] * 3
+    assert len(said) == 3
+    assert "(mode 602)" in said[2]
 
 
 def test_the_file_is_replaced_a_thousand_times_while_callers_are_identified(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ where the hash of a key should be.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -34,7 +35,9 @@ LONGEST_KEY = 256
 LARGEST_FILE_BYTES = 4 * 2**20
 DEEPEST = 16  # levels of nesting in the file; a tenant has 4
 WIDEST = 1000  # keys of one mapping
-MOST_TOLD = 20  # problems that one message names
+MOST_TENANTS = 10_000
+MOST_EVENTS = 40 * MOST_TENANTS  # of the YAML parser: each word is one
+MOST_TOLD, LONGEST_TOLD = 20, 1000  # problems that one message names, and characters of each
 HASH_COMMAND = "tritonpilot tenants hash-key"
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 #: A wait this short is none: a clock of float seconds cannot tell it from none after months of uptime.
@@ -180,7 +183,7 @@ class TenantTerms(Written):
 class TenantsFile(Written):
     """The tenants file."""
 
-    tenants: Annotated[list[TenantTerms], Field(min_length=1)]
+    tenants: Annotated[list[TenantTerms], Field(min_length=1, max_length=MOST_TENANTS)]
 
 
 class Tenants:
@@ -241,10 +244,11 @@ class KeyFile:
         self._say = say
         self._stamp: _Stamp | None = None
         self._digest = b""
+        self._mode = 0
         content, stamp = _content_of(path)
         self.current = Tenants(_parse(path, content), clock)
         self._is_new(content, stamp)
-        self._warn_of_writers(stamp)
+        self._warn_of_writers(stamp.mode)
 
     def poll(self) -> bool:
         """Read the file if it has changed; whether it was, and is in force. Raises nothing, whatever the file is now."""
@@ -259,6 +263,7 @@ class KeyFile:
                 f"{self.path} cannot be read: {failed.strerror}." if isinstance(failed, OSError) else str(failed)
             )
             return False
+        self._warn_of_writers(stamp.mode)
         if not self._is_new(content, stamp):
             return False
         try:
@@ -268,7 +273,6 @@ class KeyFile:
             return False
         self.trouble = None
         self._say(f"{self.path} was read: {len(self.current)} tenants")
-        self._warn_of_writers(stamp)
         return True
 
     def _is_new(self, content: bytes, stamp: _Stamp) -> bool:
@@ -286,10 +290,11 @@ class KeyFile:
             self.trouble = trouble
             self._say(f"{trouble} The tenants of the last good file stay in force.")
 
-    def _warn_of_writers(self, stamp: _Stamp) -> None:
-        if stamp.mode & (stat.S_IWGRP | stat.S_IWOTH):
+    def _warn_of_writers(self, mode: int) -> None:
+        before, self._mode = self._mode, mode
+        if mode != before and mode & (stat.S_IWGRP | stat.S_IWOTH):
             self._say(
-                f"{self.path} can be written by others than its owner (mode {stat.S_IMODE(stamp.mode):o}): whoever may, can let "
+                f"{self.path} can be written by others than its owner (mode {stat.S_IMODE(mode):o}): whoever may, can let "
                 f"anybody in. Run: chmod go-w {self.path}"
             )
 
@@ -346,8 +351,8 @@ def _parse(path: Path, content: bytes) -> TenantsFile:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        what = getattr(error, "problem", None) or getattr(error, "reason", "")
-        raise SpecError(f"{at}: is not valid YAML: {what}. Nothing was changed.") from None
+        what = str(getattr(error, "problem", None) or getattr(error, "reason", ""))
+        raise SpecError(f"{at}: is not valid YAML: {_short(what)}. Nothing was changed.") from None
     if not isinstance(said, dict):
         raise SpecError(f"{path} must be a mapping that starts with `tenants:`. Nothing was changed.")
     problems = list(_wrong_keys(said))
@@ -356,24 +361,30 @@ def _parse(path: Path, content: bytes) -> TenantsFile:
             file = TenantsFile.model_validate(said)
         except ValidationError as error:
             lines = written._say_all(path, node, TenantsFile, error)
-            lines = [re.sub(r"\bclass_(?=[?,)])", "class", line) for line in lines]
-            raise _wrong(lines) from None
+            raise _wrong(re.sub(r"\bclass_(?=[?,)])", "class", line) for line in lines) from None
         problems = list(_contradictions(file))
     if problems:
-        raise _wrong([f"{path}:{written._line_of(node, loc)}: {what}" for loc, what in problems])
+        raise _wrong(f"{path}:{written._line_of(node, loc)}: {what}" for loc, what in problems)
     return file
 
 
-def _wrong(lines: Sequence[str]) -> SpecError:
-    more = [f"and {len(lines) - MOST_TOLD} more."] if len(lines) > MOST_TOLD else []
-    return SpecError("\n".join([*lines[:MOST_TOLD], *more, "Nothing was changed."]))
+def _wrong(problems: Iterable[str]) -> SpecError:
+    problems = iter(problems)
+    told = [_short(problem) for problem in itertools.islice(problems, MOST_TOLD)]
+    return SpecError("\n".join([*told, *(["And more."] if any(problems) else []), "Nothing was changed."]))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TOLD else f"{text[:LONGEST_TOLD]}..."
 
 
 def _refuse_bombs(path: Path, text: str) -> None:
-    """No aliases, which can multiply a small file to any size, and no deep nesting, which recursion does not survive."""
+    """No aliases, which multiply a small file to any size; no nesting that recursion does not survive; no hour of parsing."""
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
         line = event.start_mark.line + 1 if event.start_mark else 1
+        if count > MOST_EVENTS:
+            raise SpecError(f"{path}:{line}: has too many words for {MOST_TENANTS} tenants. Nothing was changed.")
         if isinstance(event, yaml.AliasEvent):
             raise SpecError(f"{path}:{line}: aliases (*name) are not taken here: write it out. Nothing was changed.")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -395,7 +406,7 @@ def _plain(path: Path, node: yaml.Node) -> Any:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise SpecError(f"{path}:{line}: a key must be a word. Nothing was changed.")
             if key_node.value in mapping:
-                raise SpecError(f"{path}:{line}: key {key_node.value!r} is given twice. Nothing was changed.")
+                raise SpecError(f"{path}:{line}: key {_short(key_node.value)!r} is given twice. Nothing was changed.")
             mapping[key_node.value] = _plain(path, value_node)
         return mapping
     if node.tag == "tag:yaml.org,2002:str":
