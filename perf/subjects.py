@@ -6,7 +6,11 @@ with serving(bench, ["ctr"]) as served:
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from perf import machine
 from perf.frame import PROJECT, Bench
 from perf.open_loop import Sender
 from tritonpilot import build, repository, samples
+from tritonpilot.errors import MeasurementError
 from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.spec import Service, load_services
@@ -104,3 +109,41 @@ def serving_from(root: Path, bench: Bench, *, is_pinned: bool, http_threads: int
 def cut(arrays: Arrays, start: int, count: int) -> dict[str, npt.NDArray[Any]]:
     """`count` rows from `start` on, beginning again at the first row after the last."""
     return {name: array.take(range(start, start + count), axis=0, mode="wrap") for name, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A running entry: host:port of its services, and its process."""
+
+    http: str
+    grpc: str
+    metrics: str
+    pid: int
+
+
+@contextmanager
+def entered(served: Served, *, core: int | None = None, tenants: Path | None = None) -> Iterator[Entry]:
+    """An entry in front of a server, on one core when asked, that ends with the block."""
+    argv = [
+        *(str(Path(sys.executable).with_name("tritonpilot")), "entry", "--json"),
+        *("--triton-http", served.server.endpoints.http, "--triton-grpc", served.server.endpoints.grpc),
+        *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+        *(() if core is None else ("--cpus", str(core))),
+        *(() if tenants is None else ("--tenants", str(tenants))),
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = process.stdout.readline()
+        if not told:
+            raise MeasurementError(f"The entry did not start: {process.stderr.read()}. Nothing is reported.")
+        # What it says later is read, so that it never waits for a reader.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        endpoints = json.loads(told)["endpoints"]
+        yield Entry(endpoints["http"], endpoints["grpc"], endpoints["metrics"], process.pid)
+        if process.poll() is not None:
+            raise MeasurementError(f"The entry ended with code {process.returncode}. Nothing is reported.")
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

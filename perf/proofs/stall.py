@@ -11,33 +11,26 @@ import time
 from pathlib import Path
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
 
+from perf import busy
 from perf.frame import Bench, NoisyRoundError, Outcome
-from perf.inprocess import InProcess
 from perf.open_loop import Request, Sender, outputs_of
 from perf.subjects import Served, serving_from
-from tritonpilot import build, metrics, repository
+from tritonpilot import metrics
 from tritonpilot.errors import MeasurementError
-from tritonpilot.spec import load_services
 
 PAIRS = 50
 QUICK_PAIRS = 20
 PAIRS_A_ROUND = 10
 GAP_S = 0.015
 LIMIT_MS = 150.0
-MODEL_MS = 47.0
-MODEL_TOLERANCE = 0.06  # never above 50 ms
+MODEL_MS = 47.0  # made within 6 %, so never above 50
 SLOWEST = 1.4  # served it takes 1.2 to 1.3 times as long; beyond, a slow core and not a stall would decide
-CALIBRATIONS = 10
-WIDTH = 384
 REST_S = 0.03  # between pairs, so that each meets an idle model
 MUST_STALL_SHARE = 0.2  # without the waker at least this share of the pairs has to pass the limit
 WITH, WITHOUT = "waker_auto", "waker_off"
 
 SERVICE = """\
-service: {name}
 model: {{file: model.onnx, parameters: {{pilot_waker: "{waker}"}}}}
 batching: {{max_batch_size: 8}}
 classes:
@@ -50,7 +43,8 @@ def stall_pairs(bench: Bench) -> Outcome:
     """Pairs with the waker that took more than 150 ms; rounds of pairs with and without it alternate."""
     pairs = QUICK_PAIRS if bench.quick else PAIRS
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
-        root, model_ms = _repository(Path(folder), bench)
+        configs = {name: SERVICE.format(waker=waker) for name, waker in ((WITH, "auto"), (WITHOUT, "off"))}
+        root, model_ms = busy.repository_of(Path(folder), bench.cores.server, MODEL_MS, configs, bench.say)
         with serving_from(root, bench, is_pinned=True) as served:
             rounds = bench.rounds(
                 pairs // PAIRS_A_ROUND,
@@ -93,7 +87,7 @@ def _round(served: Served, model_ms: float) -> dict[str, list[float]]:
 
 def _worst_of_pairs(sender: Sender, model: str, pairs: int) -> list[float]:
     """The slower latency of each pair, ms."""
-    request = Request(model, {"x": np.full((1, WIDTH), 0.5, np.float32)})
+    request = Request(model, busy.row())
     worst = []
     for _ in range(pairs):
         answers = sender.send([request, request], at_s=(0.0, GAP_S))
@@ -101,69 +95,6 @@ def _worst_of_pairs(sender: Sender, model: str, pairs: int) -> list[float]:
         worst.append(max(answer.latency_ms for answer in answers))
         time.sleep(REST_S)
     return worst
-
-
-def _repository(folder: Path, bench: Bench) -> tuple[Path, float]:
-    """A repository with one model under two configs, and how long the model takes alone on the server's core, ms."""
-    steps, model_ms = _calibrate(folder / "probe.onnx", bench.cores.server)
-    bench.say(f"the model multiplies {steps} matrices and takes {model_ms:.1f} ms")
-    for name, waker in ((WITH, "auto"), (WITHOUT, "off")):
-        service = folder / "models" / name
-        service.mkdir(parents=True)
-        (service / "service.yaml").write_text(SERVICE.format(name=name, waker=waker), encoding="utf-8")
-        _write_model(service / "model.onnx", steps)
-    root = folder / "model_repository"
-    root.mkdir()
-    repository.publish(root, [plan.folder for plan in build.plan(load_services(folder / "models"), "auto")])
-    return root, model_ms
-
-
-def _calibrate(probe: Path, core: int) -> tuple[int, float]:
-    """(steps, ms): how many steps make a model of about 50 ms. Raises MeasurementError when that cannot be found."""
-    steps = 40
-    for _ in range(CALIBRATIONS):
-        _write_model(probe, steps)
-        took = _alone_ms(probe, core)
-        if abs(took / MODEL_MS - 1) <= MODEL_TOLERANCE:
-            return steps, took
-        steps = max(1, round(steps * MODEL_MS / took))
-    raise MeasurementError(
-        f"A model of {MODEL_MS:g} ms could not be made: the last one took {took:.1f} ms alone on core {core}. Nothing was "
-        "measured. Repeat on a quiet machine."
-    )
-
-
-def _alone_ms(model: Path, core: int) -> float:
-    with InProcess(model, core) as alone:
-        alone.prepare([{"x": np.ones((1, WIDTH), np.float32)}])
-        rows, cpu_s = alone.run(seconds=0.7)
-    return 1e3 * cpu_s / rows
-
-
-def _write_model(path: Path, steps: int) -> None:
-    """x FP32[b,W] -> y FP32[b,1]: `steps` products of WxW matrices per row, orthogonal so that values stay in range."""
-    random = np.random.default_rng(7)
-    mix = np.linalg.qr(random.normal(size=(WIDTH, WIDTH)))[0].astype(np.float32)
-    start = random.normal(size=(WIDTH, 1)).astype(np.float32)
-    nodes = [
-        helper.make_node("Unsqueeze", ["x", "axis"], ["row"]),
-        helper.make_node("Mul", ["row", "start"], ["h0"]),
-        *(helper.make_node("MatMul", [f"h{i}", "mix"], [f"h{i + 1}"]) for i in range(steps)),
-        helper.make_node("ReduceMean", [f"h{steps}", "axis"], ["mean"], keepdims=0),
-        helper.make_node("ReduceMean", ["mean", "axis"], ["y"], keepdims=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "busy",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
-        [
-            numpy_helper.from_array(mix, "mix"),
-            numpy_helper.from_array(start, "start"),
-            numpy_helper.from_array(np.array([1], np.int64), "axis"),
-        ],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
 
 
 def _quantiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:

@@ -63,8 +63,13 @@ class CommonParameters:
         minimum=100,
     )
     pilot_classes: str = parameter(
-        "", "classes of callers and their priority levels, as name:level,name:level; for clients and metrics"
+        "", "classes of callers and their priority levels, as name:level,name:level; for clients and the entry"
     )
+    pilot_shares: str = parameter("", "floors of classes, as name:part of the capacity; for the entry")
+    pilot_max_waits_ms: str = parameter(
+        "", "waits after which classes go before better ones, as name:ms; for the entry"
+    )
+    pilot_slos_ms: str = parameter("", "promises to classes, as name:ms; for the entry")
     pilot_steps: str = parameter(
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )

@@ -43,6 +43,11 @@ NAMES = [
     "onnx_conformance",
     "memory_flat",
     "bad_inputs_isolated",
+    "stall_poisson",
+    "starvation",
+    "mixed_overload",
+    "noisy_neighbour",
+    "deadlines",
     "strict_config_loads",
     "demo_time",
 ]
