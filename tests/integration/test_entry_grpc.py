@@ -644,6 +644,19 @@ def test_a_full_queue_is_unavailable_and_the_others_are_served(entry: Entry) -> 
     assert np.frombuffer(answer.raw_output_contents[0], np.float32) == -5
 
 
+def test_a_rejection_by_tritons_own_queue_is_passed_on_in_its_words(server: EmbeddedServer, entry: Entry) -> None:
+    with stub(server.endpoints.grpc) as direct:
+        calls = [direct.ModelInfer.future(request(rows(*[LONG_S] * 64), priority=2)) for _ in range(5)]
+        assert eventually(lambda: any(call.done() for call in calls))  # its queue of 1 is full
+        rejected = refusal_of(entry.url, request(priority=2))
+        for call in calls:
+            call.cancel()
+
+    assert rejected.code() is grpc.StatusCode.UNAVAILABLE
+    assert rejected.details() == "[request id: <id_unknown>] Exceeds maximum queue size"
+    assert entry.seen.outcomes == {"started": 1, "rejected": 1}
+
+
 # -- starting, stopping, losing Triton ---------------------------------------------------------------------------------
 
 
@@ -691,7 +704,8 @@ def test_when_triton_is_gone_calls_are_unavailable_until_it_is_back(repository: 
 
     for error in (lost.value, *gone, not_live.value):
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert f"127.0.0.1:{free_port} cannot be reached" in error.details()
+        assert error.details().startswith("Triton cannot be reached: ")
+        assert dict(error.trailing_metadata())["retry-after-ms"] == "1000"
     assert entry.seen.outcomes["unavailable"] >= 4
 
 

@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
@@ -90,7 +90,7 @@ class GrpcFront:
         limit = ("grpc.max_receive_message_length", self._max_request_bytes)
         server = grpc.aio.server(options=[*SERVER_OPTIONS, limit])
         try:
-            bound: int = server.add_insecure_port(f"{host}:{port}")
+            bound: int = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError:
             raise port_taken(port) from None
         if not bound:
@@ -138,8 +138,7 @@ class GrpcFront:
                 timeout_s = messages.earlier(PASS_TIMEOUT_S, context.time_remaining())
                 passed: bytes = await _method(self._channels[0], method)(message, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                await _abort(context, self._said(error))
-                raise
+                await _abort(context, _said(error))
             return passed
 
         return answer
@@ -160,20 +159,17 @@ class GrpcFront:
             ticket = await self._asked(message, context, flight)
         except Denied as denied:
             await self._deny(context, denied)
-            raise
         refusal = self._desk.gate.submit(ticket)
         try:
-            if refusal is not None:
-                raise _refused(refusal)
-            return await flight.answer
-        except Denied as denied:
-            await _abort(context, denied)
-            raise
+            answer = _refused(refusal) if refusal is not None else await flight.answer
         except asyncio.CancelledError:
             # By the caller, or by gRPC at the native deadline: the gate's own timer counts that one.
             if ticket.deadline_s is None or ticket.deadline_s - time.monotonic() > _DEADLINE_SLACK_S:
                 self._desk.gate.leave(ticket)
             raise
+        if isinstance(answer, Denied):
+            await _abort(context, answer)
+        return answer
 
     async def _asked(self, message: bytes, context: Context, flight: _Flight) -> Ticket:
         """What is asked for, and on whose terms. Raises Denied."""
@@ -207,30 +203,23 @@ class GrpcFront:
         try:
             _set_parameters(flight.request.parameters, ticket)
             self._next = (self._next + 1) % len(self._infers)
-            flight.answered(await self._infers[self._next](flight.request.SerializeToString()))
+            message = flight.request.SerializeToString()
+            flight.request = None  # large requests are kept once
+            flight.tell(await self._infers[self._next](message))
             status = "ok"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                status = "rejected" if _is_from_peer(error) else "unavailable"
-            flight.failed(self._said(error))
+                status = "rejected" if _is_tritons(error) else "unavailable"
+            flight.tell(_said(error))
         except asyncio.CancelledError:  # the entry ends
             status = "unavailable"
-            flight.failed(messages.refused("starting", "The entry ends. The request may be sent again.", 1.0))
+            flight.tell(messages.refused("starting", "The entry ends. The request may be sent again.", 1.0))
         finally:
             self._desk.gate.finished(ticket, status)
 
-    async def _deny(self, context: Context, denied: Denied) -> None:
+    async def _deny(self, context: Context, denied: Denied) -> NoReturn:
         self._desk.on_denied(denied.http_status)
         await _abort(context, denied)
-
-    def _said(self, error: Any) -> Denied:
-        """What the caller is told when Triton refuses a call, in Triton's words, or cannot be reached."""
-        code: grpc.StatusCode = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE and not _is_from_peer(error):
-            return messages.refused(
-                "broken", f"Triton at {self._backend} cannot be reached. The request may be sent again.", 1.0
-            )
-        return Denied(500, code.name, error.details() or "")
 
 
 class _Service(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -241,7 +230,6 @@ class _Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             f"/{SERVICE}/{method}": grpc.unary_unary_rpc_method_handler(answer) for method, answer in answers.items()
         }
         self._methods = ", ".join(sorted(answers))
-        self._otherwise: dict[str, Any] = {}
 
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method) or self._refusing(handler_call_details.method)
@@ -286,22 +274,19 @@ class _Flight:
         self._send = send
         self._task: asyncio.Task[None] | None = None
         self.request: Any = None
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """For the caller; cancelled when he has gone."""
+        self.answer: asyncio.Future[bytes | Denied] = asyncio.get_running_loop().create_future()
+        """For the caller; cancelled when he has gone. Not an exception: its traceback would keep the request until a collection."""
 
     def start(self, ticket: Ticket) -> None:
         self._task = asyncio.get_running_loop().create_task(self._send(ticket, self))
 
     def refuse(self, _: Ticket, refusal: Refusal) -> None:
-        self.failed(_refused(refusal))
+        self.tell(_refused(refusal))
 
-    def answered(self, answer: bytes) -> None:
+    def tell(self, answer: bytes | Denied) -> None:
+        """The first answer is the caller's."""
         if not self.answer.done():
             self.answer.set_result(answer)
-
-    def failed(self, denied: Denied) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(denied)
 
 
 def _method(channel: Any, method: str) -> Any:
@@ -362,17 +347,27 @@ def _rows(request: Any, terms: ModelTerms) -> int:
     return rows
 
 
-def _is_from_peer(error: Any) -> bool:
-    """Whether Triton said it, and not gRPC on this side."""
-    return "Error received from peer" in (error.debug_error_string() or "")
+def _said(error: Any) -> Denied:
+    """What the caller is told when Triton refuses a call, in Triton's words, or cannot be reached."""
+    code: grpc.StatusCode = error.code()
+    details: str = error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and not _is_tritons(error):
+        return messages.refused("broken", f"Triton cannot be reached: {details}. The request may be sent again.", 1.0)
+    return Denied(500, code.name, details)
+
+
+def _is_tritons(error: Any) -> bool:
+    """Whether Triton's queue rejected the request: gRPC has no sign of its own for which side says UNAVAILABLE."""
+    return "[request id:" in (error.details() or "")
 
 
 def _refused(refusal: Refusal) -> Denied:
     return messages.refused(refusal.kind, refusal.message, refusal.retry_after_s)
 
 
-async def _abort(context: Context, denied: Denied) -> None:
+async def _abort(context: Context, denied: Denied) -> NoReturn:
     trailing: tuple[tuple[str, str], ...] = ()
     if denied.retry_after_s > 0:
         trailing = ((messages.RETRY_AFTER_MS_HEADER, str(messages.retry_after(denied.retry_after_s)[1])),)
     await context.abort(grpc.StatusCode[denied.grpc_code], denied.message, trailing)
+    raise AssertionError  # abort() has raised
