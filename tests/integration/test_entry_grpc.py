@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import tritonclient.grpc
@@ -137,10 +137,10 @@ class Entry:
         self._thread.join(PATIENCE_S)
         self._loop.close()
 
-    def rows_in_flight(self, model: str) -> int:
+    def rows_in_flight(self, model: str) -> Any:
         return self._do(_result(lambda: self.gate.rows_in_flight(model)))
 
-    def waiting(self, model: str) -> int:
+    def waiting(self, model: str) -> Any:
         return self._do(_result(lambda: sum(self.gate.depth(model).values())))
 
     async def _start(self) -> None:
@@ -385,7 +385,9 @@ def test_a_bad_parameter_is_named(entry: Entry, parameters: dict[str, Any], name
     assert not entry.seen.outcomes
 
 
-@pytest.mark.parametrize("shape", [[65, 1], [0, 1], [-1, 1], [2**32 + 1, 1], [2**62, 1], [1, 2**62], [0, 2**62]])
+@pytest.mark.parametrize(
+    "shape", [[65, 1], [0, 1], [-1, 1], [2**32 + 1, 1], [2**62, 1], [1, 2**62], [0, 2**62], [1, 200]]
+)
 def test_rows_that_the_model_cannot_take_are_refused(entry: Entry, shape: list[int]) -> None:
     message = request()
     message.inputs[0].shape[:] = shape
@@ -481,6 +483,17 @@ def test_a_key_lets_in(guarded: Entry, metadata: list[tuple[str, str]]) -> None:
     assert np.frombuffer(answer.raw_output_contents[0], np.float32) == -3
 
 
+@pytest.mark.parametrize("is_output", [False, True])
+def test_tenants_do_not_reach_shared_memory(guarded: Entry, is_output: bool) -> None:
+    message = request()
+    one = message.outputs.add(name="OUTPUT") if is_output else message.inputs[0]
+    one.parameters["shared_memory_region"].string_param = "of-somebody-else"
+
+    refused = refusal_of(guarded.url, message, [("tritonpilot-key", "key-of-shop")])
+
+    assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 def test_a_rate_limit_says_when_to_come_back(guarded: Entry) -> None:
     metadata = [("tritonpilot-key", "key-of-slow")]
     with stub(guarded.url) as triton:
@@ -574,7 +587,7 @@ def occupied(entry: Entry, seconds: float = LONG_S) -> Iterator[None]:
 @pytest.mark.parametrize("way", ["metadata", "parameter", "native"])
 def test_at_its_deadline_a_request_is_answered_at_once(entry: Entry, is_waiting: bool, way: str) -> None:
     metadata = [("tritonpilot-deadline-ms", "300")] if way == "metadata" else []
-    parameters = {"timeout": 300_000} if way == "parameter" else {}
+    parameters: dict[str, Any] = {"timeout": 300_000} if way == "parameter" else {}
     message = request(rows(LONG_S), **parameters)
 
     def ask() -> float:
@@ -645,16 +658,21 @@ def test_a_full_queue_is_unavailable_and_the_others_are_served(entry: Entry) -> 
 
 
 def test_a_rejection_by_tritons_own_queue_is_passed_on_in_its_words(server: EmbeddedServer, entry: Entry) -> None:
-    with stub(server.endpoints.grpc) as direct:
-        calls = [direct.ModelInfer.future(request(rows(*[LONG_S] * 64), priority=2)) for _ in range(5)]
-        assert eventually(lambda: any(call.done() for call in calls))  # its queue of 1 is full
-        rejected = refusal_of(entry.url, request(priority=2))
-        for call in calls:
-            call.cancel()
+    rejected = None
+    with stub(server.endpoints.grpc) as direct, stub(entry.url) as triton:
+        while rejected is None:  # until it comes while Triton's queue of 1 is full
+            calls = [direct.ModelInfer.future(request(rows(*[LONG_S] * 64), priority=2)) for _ in range(5)]
+            assert eventually(lambda: any(call.done() for call in calls))  # noqa: B023
+            try:
+                triton.ModelInfer(request(priority=2), timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                rejected = error
+            assert eventually(lambda: all(call.done() for call in calls))  # noqa: B023
 
     assert rejected.code() is grpc.StatusCode.UNAVAILABLE
     assert rejected.details() == "[request id: <id_unknown>] Exceeds maximum queue size"
-    assert entry.seen.outcomes == {"started": 1, "rejected": 1}
+    assert entry.seen.outcomes["rejected"] == 1
+    assert not entry.seen.refusals
 
 
 # -- starting, stopping, losing Triton ---------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from tritonpilot.ports import port_taken
 
 if TYPE_CHECKING:
     from tritonpilot.entry.desk import Desk
+    from tritonpilot.entry.tenants import Tenant
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_REQUEST_BYTES = 64 * 2**20
@@ -36,6 +37,7 @@ PASS_TIMEOUT_S = 10.0  # health and metadata take Triton microseconds
 _DEADLINE_SLACK_S = 0.02
 # Triton 2.51 keeps 32 bits of a batch size, and its byte sizes overflow: shape [2^62, 1] passes its checks.
 MAX_ELEMENTS = 2**31 - 1
+_REGION = "shared_memory_region"
 _UNSET = "a value of no known kind"
 
 #: Callers may ping an idle connection every 10 s; one that does not answer within 20 s of a ping is given up.
@@ -180,6 +182,7 @@ class GrpcFront:
         name = _model_name(request.model_name)
         messages.model_version(request.model_version)
         _check_model(tenant, name)
+        _check_tensors(request, len(message), tenant)
         parameters = request.parameters
         priority = messages.priority_of(_value(parameters, messages.PRIORITY_PARAMETER))
         budget_s = messages.earlier(
@@ -307,7 +310,7 @@ def _model_name(name: str) -> str:
     return messages.model_name(name.encode().replace(b"%", b"%25"))  # names in messages are not percent-encoded
 
 
-def _check_model(tenant: Any, name: str) -> None:
+def _check_model(tenant: Tenant | None, name: str) -> None:
     if tenant is not None and not tenant.may_use(name):
         raise messages.refused("forbidden", f"Tenant {tenant.name!r} may not use model {name!r}.")
 
@@ -331,11 +334,28 @@ def _set_parameters(parameters: Parameters, ticket: Ticket) -> None:
         parameters[messages.DEADLINE_PARAMETER].int64_param = int(ticket.deadline_s * 1e9)
 
 
+def _check_tensors(request: Any, size: int, tenant: Tenant | None) -> None:
+    """Raises Denied for what Triton does not check well enough.
+
+    Every element takes a byte of the message or more, unless it is in a region of shared memory; and regions belong to whoever
+    registered them with Triton, which does not know tenants.
+    """
+    if tenant is not None:
+        for one in (*request.inputs, *request.outputs):
+            if _REGION in one.parameters:
+                raise messages.refused(
+                    "forbidden",
+                    f"Tensor {one.name!r:.100} is in shared memory, which tenants may not use. Send its data.",
+                )
+    for one in request.inputs:
+        if math.prod(abs(dim) or 1 for dim in one.shape) > (MAX_ELEMENTS if _REGION in one.parameters else size):
+            raise messages.refused(
+                "bad_request", f"Input {one.name!r:.100} has more elements than its request has bytes."
+            )
+
+
 def _rows(request: Any, terms: ModelTerms) -> int:
     """Rows of the request as its first input says; Triton itself refuses requests whose inputs disagree."""
-    for one in request.inputs:
-        if math.prod(abs(dim) or 1 for dim in one.shape) > MAX_ELEMENTS:
-            raise messages.refused("bad_request", f"Input {one.name!r:.100} has more than {MAX_ELEMENTS} elements.")
     if not terms.max_batch_size or not request.inputs or not request.inputs[0].shape:
         return 1
     rows: int = request.inputs[0].shape[0]
