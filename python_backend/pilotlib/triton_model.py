@@ -18,7 +18,7 @@ from typing import Any
 from pilotlib import instance
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
 from pilotlib.deadlines import DEADLINE_PARAMETER, LATE
-from pilotlib.intake import intake_of
+from pilotlib.intake import Intake, intake_of
 from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
 from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers, forget_frames
@@ -44,6 +44,7 @@ class _TritonModel:
         model, version = args["model_name"], args["model_version"]
         self._prefix = f'model "{model}": '
         self._faults: set[str] = set()
+        self._intake = Intake(None, lambda late: None)  # noqa: ARG005  nothing is taken in yet
         try:
             self._backend, common, remarks = instance.set_up(
                 self.backend_class,

@@ -152,6 +152,7 @@ def http_front(front: Front) -> Iterator[None]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  callers may leave before their answer
         threading.Thread(target=server.serve_forever, daemon=True).start()
         front.url = f"http://127.0.0.1:{server.server_port}"
         yield
@@ -354,6 +355,16 @@ async def test_the_time_left_is_told_in_every_form_that_is_understood(front: Fro
     else:
         assert seen.left_s is not None
         assert 10 < seen.left_s <= 20.1  # gRPC rounds it up
+
+
+async def test_a_deadline_in_weeks_is_none(front: Front) -> None:
+    async with AsyncClient(front.url) as client:
+        answer = await client.predict("identity", row(3), deadline_ms=1e12)
+
+    assert answer["OUTPUT"].tolist() == [-3, -3]
+    (seen,) = front.seen
+    assert DEADLINE_PARAMETER not in seen.parameters
+    assert "tritonpilot-deadline-ms" not in seen.headers
 
 
 async def test_a_joined_request_has_the_latest_deadline_of_its_calls(front: Front) -> None:

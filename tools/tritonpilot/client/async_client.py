@@ -37,6 +37,7 @@ from tritonpilot.client.transport import Request, reach
 DEADLINE_MS = 30_000.0
 CLOSE_GRACE_S = 5.0
 SMALL_CALL_BYTES = 1 << 18  # above that, the stack's share of a call is small, and joining only copies
+LONGEST_S = 7 * 86400.0  # a deadline beyond it is told to nobody: an entry takes it for a mistake
 LATE_S = 0.005  # a refusal this close to the deadline is the deadline's
 
 T = TypeVar("T")
@@ -350,7 +351,7 @@ class AsyncClient:
             route.outputs,
             route.level,
             max(1, int(left_s * 1e6)),
-            time.monotonic_ns() + int(left_s * 1e9),
+            time.monotonic_ns() + int(left_s * 1e9) if left_s < LONGEST_S else 0,
             route.caller_class,
         )
         found = await self._server(endpoint).infer(model, request, rows, errand)

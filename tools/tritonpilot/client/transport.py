@@ -350,7 +350,7 @@ def _error(url: str, said: str, status: str, headers: Mapping[str, Any]) -> Call
         return InputError(f"{url} refused the request: {said}. Repair the inputs.", _field(said))
     if status in ("NOT_FOUND", "404"):
         return UnknownModelError(f"{url} has no such model: {said}. Correct the name or load it.")
-    if status in ("DEADLINE_EXCEEDED", "504") or (status in ("UNAVAILABLE", "503") and LATE in said):
+    if status in ("DEADLINE_EXCEEDED", "504", "408") or (status in ("UNAVAILABLE", "503") and LATE in said):
         late = DeadlineError(
             f"The deadline passed before {url} had an answer: {said}. Ask for more time, or send less."
         )
