@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from models.ocr import data, export
+from pilotlib.deadlines import LATE
 from pilotlib.pages import read_page
 from tritonpilot import build, metrics, repository, spec
 from tritonpilot.server import EmbeddedServer
@@ -50,10 +52,12 @@ def ask(served: EmbeddedServer) -> Iterator[Any]:
     served.check_alive()
 
 
-def _texts(client: Any, module: Any, rows: Sequence[bytes], output: str = "text") -> list[str]:
+def _texts(
+    client: Any, module: Any, rows: Sequence[bytes], output: str = "text", parameters: dict[str, int] | None = None
+) -> list[str]:
     tensor = module.InferInput("page", [len(rows), 1], "BYTES")
     tensor.set_data_from_numpy(np.array([[row] for row in rows], np.object_))
-    answer = client.infer("ocr", [tensor]).as_numpy(output)
+    answer = client.infer("ocr", [tensor], parameters=parameters).as_numpy(output)
     return [text.decode() for text in answer[:, 0]]
 
 
@@ -109,6 +113,24 @@ def test_callers_at_the_same_time_get_what_each_gets_alone_and_their_lines_are_r
     assert after.inferences - between.inferences == rounds * lines_alone
     # Alone, every page has groups of its own; together, lines of one width from many pages make one.
     assert after.executions - between.executions < 0.6 * rounds * groups_alone
+
+
+def test_pages_whose_deadline_passes_between_the_steps_are_given_up(
+    served: EmbeddedServer, pages: tuple[data.Page, ...]
+) -> None:
+    images = [page.image for page in pages] * 2
+    with tritonclient.grpc.InferenceServerClient(served.endpoints.grpc) as client:
+        in_an_hour = {"pilot_deadline_ns": time.monotonic_ns() + 3600 * 10**9}
+        assert len(_texts(client, tritonclient.grpc, images, parameters=in_an_hour)) == len(images)
+        before = metrics.statistics(served.endpoints.grpc, "ocr_rec")
+        # A tenth of what the pages take: it passes while they are decoded, or detected.
+        soon = {"pilot_deadline_ns": time.monotonic_ns() + 30 * 10**6}
+        with pytest.raises(InferenceServerException, match=LATE) as raised:
+            _texts(client, tritonclient.grpc, images, parameters=soon)
+        after = metrics.statistics(served.endpoints.grpc, "ocr_rec")
+
+    assert raised.value.status() == "StatusCode.UNAVAILABLE"
+    assert after.inferences == before.inferences
 
 
 def test_a_blank_page_has_no_lines_and_no_error(served: EmbeddedServer, ask: Any) -> None:
