@@ -233,7 +233,7 @@ def test_a_late_request_costs_the_model_nothing(client: tritonclient.grpc.Infere
     assert ask(client, "double", 1)["computed"] == before + 1
 
 
-@pytest.mark.parametrize("value", ["soon", "", 1.5, True, 2.0**70, '"pilot_wake":true'])
+@pytest.mark.parametrize("value", ["soon", "", 1.5, True, 2.0**70, float("nan"), float("inf"), '"pilot_wake":true'])
 def test_a_deadline_that_is_no_integer_is_an_error_that_names_it(
     client: tritonclient.grpc.InferenceServerClient, value: Any
 ) -> None:
