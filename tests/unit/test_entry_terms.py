@@ -109,6 +109,14 @@ def test_an_ensemble_says_in_parameters_what_a_batcher_says_in_policies() -> Non
     assert (found.default_class, found.window_rows, found.may_override_timeout) == ("batch", 4 * 256, True)
 
 
+def test_a_queue_size_of_zero_is_unlimited() -> None:
+    assert terms_of(served(pilot_max_queue_sizes="realtime:0,batch:5")).classes[0].max_queue == 0
+
+
+def test_an_hour_is_no_timeout() -> None:
+    assert terms_of(served(pilot_timeouts_ms="realtime:3600000,batch:5")).classes[0].timeout_s is None
+
+
 def test_without_a_default_the_first_class_is_the_default() -> None:
     config = served()
     del config["dynamic_batching"]
@@ -136,6 +144,8 @@ def test_the_window_can_be_stated() -> None:
         ("pilot_max_waits_ms", "batch:-1", "'-1' of batch is no number above 0"),
         ("pilot_slos_ms", "batch:nan", "'nan' of batch is no number above 0"),
         ("pilot_timeouts_ms", "batch:inf", "'inf' of batch is no number above 0"),
+        ("pilot_max_queue_sizes", "batch:1.5", "'1.5' of batch is no whole number from 0 on"),
+        ("pilot_max_queue_sizes", "batch:inf", "'inf' of batch is no whole number from 0 on"),
         ("pilot_default_class", "gold", "the model's classes are realtime, batch"),
         ("pilot_window_rows", "0", "it must be a whole number of rows, 1 or more"),
     ],

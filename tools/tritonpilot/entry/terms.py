@@ -71,7 +71,7 @@ def terms_of(config: Mapping[str, Any]) -> ModelTerms:
     max_waits_ms = parameters.numbers("pilot_max_waits_ms", levels)
     slos_ms = parameters.numbers("pilot_slos_ms", levels)
     timeouts_ms = parameters.numbers("pilot_timeouts_ms", levels)
-    max_queues = parameters.numbers("pilot_max_queue_sizes", levels)
+    max_queues = parameters.numbers("pilot_max_queue_sizes", levels, least=0)
     if sum(shares.values()) >= 1:
         parameters.wrong("pilot_shares", f"the shares add up to {sum(shares.values()):g}, and must stay below 1")
     policies = {class_name: _policy(batcher, level) for class_name, level in levels.items()}
@@ -80,7 +80,7 @@ def terms_of(config: Mapping[str, Any]) -> ModelTerms:
             name=class_name,
             level=level,
             max_queue=int(max_queues.get(class_name, _max_queue(policies[class_name]))),
-            timeout_s=timeouts_ms[class_name] / 1000 if class_name in timeouts_ms else _timeout_s(policies[class_name]),
+            timeout_s=_timeout_s(timeouts_ms.get(class_name, _timeout_ms(policies[class_name]))),
             share=shares.get(class_name, 0.0),
             max_wait_s=_seconds(max_waits_ms.get(class_name)),
             slo_s=_seconds(slos_ms.get(class_name)),
@@ -126,8 +126,8 @@ class _Parameters:
             levels[class_name] = int(value)
         return levels or {"": 0}
 
-    def numbers(self, key: str, levels: Mapping[str, int]) -> dict[str, float]:
-        """Positive numbers by class name."""
+    def numbers(self, key: str, levels: Mapping[str, int], *, least: int | None = None) -> dict[str, float]:
+        """Numbers by class name, positive ones or whole ones from `least` on."""
         found: dict[str, float] = {}
         for class_name, value in self._pairs(key):
             if class_name not in levels:
@@ -137,8 +137,10 @@ class _Parameters:
                 number = float(value)
             except ValueError:
                 number = math.nan
-            if not 0 < number < math.inf:
+            if least is None and not 0 < number < math.inf:
                 self.wrong(key, f"{value!r} of {class_name} is no number above 0")
+            if least is not None and not (number >= least and number.is_integer()):
+                self.wrong(key, f"{value!r} of {class_name} is no whole number from {least} on")
             if class_name in found:
                 self.wrong(key, f"it names {class_name} twice")
             found[class_name] = number
@@ -186,11 +188,14 @@ def _max_queue(policy: Mapping[str, Any] | None) -> int:
     return DEFAULT_MAX_QUEUE if policy is None else int(policy.get("max_queue_size", 0))
 
 
-def _timeout_s(policy: Mapping[str, Any] | None) -> float | None:
-    if policy is None or policy.get("timeout_action", "REJECT") not in ("REJECT", 0):
-        return None
-    timeout_s = int(policy.get("default_timeout_microseconds", 0)) / 1e6
-    return timeout_s if 0 < timeout_s < NO_TIMEOUT_MS / 1000 else None
+def _timeout_ms(policy: Mapping[str, Any] | None) -> float:
+    if policy is None or policy.get("timeout_action", "REJECT") != "REJECT":
+        return NO_TIMEOUT_MS
+    return int(policy.get("default_timeout_microseconds", 0)) / 1000 or NO_TIMEOUT_MS
+
+
+def _timeout_s(timeout_ms: float) -> float | None:
+    return timeout_ms / 1000 if timeout_ms < NO_TIMEOUT_MS else None
 
 
 def _may_override(policy: Mapping[str, Any] | None) -> bool:
