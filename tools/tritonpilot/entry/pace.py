@@ -1,6 +1,6 @@
 """How fast does a model work, and how long would a new request wait? Estimates from what was seen; pure.
 
-pace = Pace(now_s, [Turn()])         # classes in the order in which they are served
+pace = Pace(now_s, [Turn()])                      # classes in the order in which they are served
 pace.finished(now_s, rows=8, seconds=0.05, in_flight=32)
 pace.wait_s(now_s, turn=0, in_flight=32, above=0, own=40, floors=0.1)
 
@@ -9,9 +9,9 @@ Capacity is what leaves a full window. By Little's law (rows in flight = rate * 
     rate = sum(rows * in_flight) / sum(rows * seconds)
 
 over the requests that came from the queue into a window that was full then; other requests say nothing about capacity and change
-nothing. Counting rows per second of "full" time instead is wrong by up to the batch size when a batch frees the
-window at once. Both sums decay with exp(-t / max(0.3 s, 1.5 * mean seconds)), so that a slow model is not judged by a fraction of
-a batch, and after a pause the first new requests count alone.
+nothing. (Rows per second of "full" time would be wrong by up to the batch size: a batch that is answered frees much of the window
+at once.) Both sums decay with exp(-t / max(0.3 s, 1.5 * mean seconds)): a change of capacity is followed within a second, a slow
+model is not judged by a fraction of a batch, and after a pause the first new requests count alone.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Pace:
 
     def finished(self, now_s: float, rows: int, seconds: float, in_flight: int) -> None:
         """Triton answered after `seconds`; `in_flight` rows were there when the request started (0: the window was not full)."""
-        self.progress_s = now_s
+        before_s, self.progress_s = self.progress_s, now_s
+        if self._new_rows and now_s - before_s > SLICE_S and before_s > self._folded_s:
+            self._fold(before_s)  # what was seen before a pause must not count as new
         if in_flight:
             self._new_area += rows * in_flight
             self._new_time += rows * seconds
