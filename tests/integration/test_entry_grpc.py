@@ -350,6 +350,15 @@ def test_only_the_entry_sets_timeout_and_deadline(entry: Entry) -> None:
     assert 0 < shorter["timeout_us"] <= 8_000_000 < with_deadline["timeout_us"] <= 15_000_000
 
 
+@pytest.mark.parametrize("seconds", [2**63 // 10**6, 10**8])
+def test_a_deadline_in_the_far_future_is_none(entry: Entry, seconds: int) -> None:
+    said = heard(entry.url, timeout=seconds * 10**6)
+    with stub(entry.url) as triton:
+        natively = triton.ModelInfer(request(rows(0)[0], "parrot"), timeout=1e8)
+
+    assert said["parameters"] == json.loads(natively.raw_output_contents[0][4:])["parameters"] == {}
+
+
 def test_the_native_deadline_reaches_the_model(entry: Entry) -> None:
     with stub(entry.url) as triton:
         answer = triton.ModelInfer(request(rows(0)[0], "parrot"), timeout=12.0)
@@ -453,6 +462,19 @@ def test_requests_above_the_limit_are_refused(server: EmbeddedServer, compressio
 
     assert fits.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(answer.raw_output_contents[0]) == 80_000
+
+
+def test_an_answer_above_the_limit_is_refused(server: EmbeddedServer) -> None:
+    message = request(rows(-1, width=20_000))
+    with stub(server.endpoints.grpc) as direct:
+        answer_bytes = direct.ModelInfer(message).ByteSize()
+    assert answer_bytes > message.ByteSize()
+
+    with Entry(server, max_request_bytes=message.ByteSize()) as entry:
+        refused = refusal_of(entry.url, message)
+
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert entry.seen.outcomes == {"started": 1, "error": 1}
 
 
 # -- who may what ------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SERVICE = "inference.GRPCInferenceService"
 MAX_REQUEST_BYTES = 64 * 2**20
 PASS_TIMEOUT_S = 10.0  # health and metadata take Triton microseconds
+LONGEST_S = messages.MAX_DEADLINE_MS / 1000  # a later deadline is none; its nanoseconds might not fit into 64 bits
 # A native deadline ends the call at both ends at the same moment: a cancellation so shortly before it is the deadline's.
 _DEADLINE_SLACK_S = 0.02
 # Triton 2.51 keeps 32 bits of a batch size, and its byte sizes overflow: shape [2^62, 1] passes its checks.
@@ -192,7 +193,7 @@ class GrpcFront:
         )
         terms = self._desk.terms(name) or await self._desk.fetch_terms(name)
         class_name = self._desk.class_of(tenant, terms, asked.one(messages.CLASS_HEADER), priority)
-        deadline_s = None if budget_s is None else now_s + budget_s
+        deadline_s = None if budget_s is None or budget_s > LONGEST_S else now_s + budget_s
         flight.request = request
         return Ticket(terms, class_name, _rows(request, terms), tenant, deadline_s, flight.start, flight.refuse)
 
@@ -218,10 +219,12 @@ class GrpcFront:
             status = "unavailable"
             flight.tell(messages.refused("starting", "The entry ends. The request may be sent again.", 1.0))
         finally:
+            flight.tell(Denied(500, "INTERNAL", "The entry failed."))  # after an error that is none of these
             self._desk.gate.finished(ticket, status)
 
     async def _deny(self, context: Context, denied: Denied) -> NoReturn:
         self._desk.on_denied(denied.http_status)
+        denied.__traceback__ = None  # the desk remembers who is unknown, and must not remember this request
         await _abort(context, denied)
 
 
