@@ -38,6 +38,7 @@ LONGEST_S = messages.MAX_DEADLINE_MS / 1000  # a later deadline is none; its nan
 _DEADLINE_SLACK_S = 0.02
 # Triton 2.51 keeps 32 bits of a batch size, and its byte sizes overflow: shape [2^62, 1] passes its checks.
 MAX_ELEMENTS = 2**31 - 1
+LONGEST_NAME_BYTES = 255  # a model's name is that of its folder
 _REGION = "shared_memory_region"
 _UNSET = "a value of no known kind"
 
@@ -310,7 +311,10 @@ def _parsed(message_type: Any, message: bytes) -> Any:
 
 
 def _model_name(name: str) -> str:
-    return messages.model_name(name.encode().replace(b"%", b"%25"))  # names in messages are not percent-encoded
+    encoded = name.encode()
+    if len(encoded) > LONGEST_NAME_BYTES:
+        raise messages.refused("unknown_model", f"No model has a name of {len(encoded)} bytes.")
+    return messages.model_name(encoded.replace(b"%", b"%25"))  # names in messages are not percent-encoded
 
 
 def _check_model(tenant: Tenant | None, name: str) -> None:
