@@ -101,8 +101,10 @@ def test_a_bad_priority_is_named(value: object) -> None:
     assert repr(value) in denied.value.message
 
 
-@pytest.mark.parametrize(("value", "seconds"), [(None, None), (0, None), (1, 1e-6), (2_500_000, 2.5)])
-def test_a_timeout_is_in_microseconds_and_0_is_none(value: object, seconds: float | None) -> None:
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(None, None), (0, None), (1, 1e-6), (2_500_000, 2.5), (2**63 - 1, None)]
+)
+def test_a_timeout_is_in_microseconds_and_0_and_ages_are_none(value: object, seconds: float | None) -> None:
     assert messages.timeout_s_of(value) == seconds
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 import zlib
@@ -31,6 +32,7 @@ _JOINED_BYTES = 128 * 1024  # smaller requests are copied into one piece, which 
 _CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
 _DEADLINE = messages.DEADLINE_HEADER.encode()
 _CLASS = messages.CLASS_HEADER.encode()
+_NO_REGIONS = "Shared memory cannot be used where tenants share a Triton."
 _REJECTIONS = (429, 503)
 
 
@@ -174,7 +176,8 @@ class Call:
         if caller is not None:
             if self.method == b"HEAD":
                 data = data[:head_size]
-            if not self.is_kept_alive:
+            if not self.is_kept_alive or self._front.is_closing:
+                self.is_kept_alive = False
                 head = _CONNECTION.sub(b"", data[: head_size - 2])
                 data = b"%bConnection: close\r\n\r\n%b" % (head, data[head_size:])
             self._has_begun = True
@@ -278,8 +281,7 @@ class Call:
             budget_s = messages.earlier(budget_s, messages.deadline_s_of(headers[_DEADLINE].decode("latin-1")))
         if _CLASS in headers:
             named = headers[_CLASS].decode("latin-1")
-        if self.tenant is not None:
-            _refuse_shared_memory(asked)
+        _check_tensors(asked, len(text), len(body), is_shared=self.tenant is not None)
         class_name = desk.class_of(self.tenant, terms, named, priority)
         self._json, self._parameters = asked, parameters
         ticket = self._ticket = Ticket(
@@ -387,12 +389,20 @@ def _parsed(text: bytes | memoryview) -> tuple[dict[str, Any], Callable[[Any], b
             asked = orjson.loads(text)
         except orjson.JSONDecodeError:
             # This one also takes NaN and Infinity, which Triton knows, and lone surrogates.
-            asked, dumps = json.loads(bytes(text)), _dumps_all
+            asked, dumps = json.loads(bytes(text), parse_float=_finite), _dumps_all
     except (ValueError, RecursionError) as error:
         raise messages.refused("bad_request", f"The request's JSON cannot be read: {error}.") from None
     if type(asked) is not dict:
         raise messages.refused("bad_request", "The request's JSON must be an object.")
     return asked, dumps
+
+
+def _finite(text: str) -> float:
+    """A number as Triton reads it, which refuses what no double holds: json would make it Infinity."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError("a number is too big")
+    return number
 
 
 def _dumps_all(asked: object) -> bytes:
@@ -411,14 +421,44 @@ def _rows_of(asked: dict[str, Any], max_batch_size: int) -> int:
     return 1
 
 
-def _refuse_shared_memory(asked: dict[str, Any]) -> None:
-    """Regions belong to whoever registered them with Triton, which does not know tenants."""
-    for part in ("inputs", "outputs"):
-        tensors = asked.get(part)
-        for tensor in tensors if type(tensors) is list else ():
-            parameters = tensor.get("parameters") if type(tensor) is dict else None
-            if type(parameters) is dict and "shared_memory_region" in parameters:
-                raise messages.refused("forbidden", "Shared memory cannot be used where tenants share a Triton.")
+def _check_tensors(asked: dict[str, Any], json_size: int, body_size: int, *, is_shared: bool) -> None:
+    """Raises Denied for what would hurt others.
+
+    Triton 2.51 makes room for a JSON tensor by its `shape` before it looks at its `data`: a hundred bytes that state 10**11
+    elements end the whole server. Each element takes a byte of the request: no honest tensor has more elements than bytes.
+    Regions of shared memory belong to whoever registered them with Triton, which does not know tenants.
+    """
+    inputs = asked.get("inputs")
+    for tensor in inputs if type(inputs) is list else ():
+        if type(tensor) is not dict:
+            continue
+        region = _region_of(tensor)
+        if region is not None and is_shared:
+            raise messages.refused("forbidden", _NO_REGIONS)
+        has_data = "data" in tensor
+        shape = tensor.get("shape")
+        if type(shape) is not list or (region is not None and not has_data):
+            continue
+        elements = 1
+        for dimension in shape:
+            if type(dimension) is int:
+                elements *= dimension
+        if elements > (json_size if has_data else body_size):
+            raise messages.refused(
+                "bad_request",
+                f"An input of {elements if elements < 10**18 else 'more than 10**18'} elements by its shape has more than the "
+                "request has bytes.",
+            )
+    if is_shared:
+        outputs = asked.get("outputs")
+        for tensor in outputs if type(outputs) is list else ():
+            if type(tensor) is dict and _region_of(tensor) is not None:
+                raise messages.refused("forbidden", _NO_REGIONS)
+
+
+def _region_of(tensor: dict[str, Any]) -> object:
+    parameters = tensor.get("parameters")
+    return parameters.get("shared_memory_region") if type(parameters) is dict else None
 
 
 def _decompressed(body: bytes, encoding: bytes, limit: int) -> bytes:

@@ -343,7 +343,7 @@ class Connection(asyncio.Protocol):
         except Denied as denied:
             reading.denied = denied
             expected = reading.headers.get(b"content-length", b"0")
-            if reading.is_chunked or reading.awaits_continue or int(expected) > _READ_ANYWAY_BYTES:
+            if reading.is_chunked or b"expect" in reading.headers or int(expected) > _READ_ANYWAY_BYTES:
                 self._stop_with(reading)
         if reading.awaits_continue:
             self._awaits_continue = True
@@ -381,7 +381,11 @@ class Connection(asyncio.Protocol):
     def _admit(self, call: Call) -> None:
         """Everything that can be said before the body is there. Raises Denied."""
         method = call.method = self._parser.get_method()
-        call.is_old = self._parser.get_http_version() == "1.0"
+        version = self._parser.get_http_version()
+        if version != "1.1":
+            call.is_old = True
+            if version != "1.0":
+                raise messages.refused("bad_request", f"The entry speaks HTTP/1.1, not HTTP/{version}.")
         if call.denied is not None:
             raise call.denied
         front = self._front
@@ -481,6 +485,8 @@ class Connection(asyncio.Protocol):
     def deny(self, call: Call, denied: Denied) -> None:
         """The whole answer to the current request."""
         body = messages.error_body(denied.message)
+        if self._front.is_closing:
+            call.is_kept_alive = False
         lines = [
             b"HTTP/1.1 %d %b" % (denied.http_status, _REASONS[denied.http_status]),
             b"Content-Type: application/json",

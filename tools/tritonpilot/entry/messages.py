@@ -115,7 +115,10 @@ def priority_of(value: object) -> int | None:
 
 
 def timeout_s_of(value: object) -> float | None:
-    """The parameter `timeout` of a request, which is in microseconds, in seconds; None for none and 0. Raises Denied 400."""
+    """The parameter `timeout` of a request, which is in microseconds, in seconds. Raises Denied 400.
+
+    None for none, for 0, and for more than MAX_DEADLINE_MS: "for ever" in some callers' words.
+    """
     if value is None:
         return None
     if type(value) is not int or not 0 <= value <= MAX_TIMEOUT_US:
@@ -123,7 +126,7 @@ def timeout_s_of(value: object) -> float | None:
             "bad_request",
             f"Parameter 'timeout' is {_shown(value)}, but must be an integer of microseconds from 0 (none) to {MAX_TIMEOUT_US}.",
         )
-    return value / 1e6 if value else None
+    return value / 1e6 if 0 < value <= MAX_DEADLINE_MS * 1000 else None
 
 
 def deadline_s_of(text: str | None) -> float | None:
