@@ -12,6 +12,7 @@ from pilotlib.parameters import table
 from pilotlib.testkit import load
 
 STAND_INS = ("onnxruntime", "pytorch")  # their parameters are Triton's: docs/architecture.md
+COMPANION = "companion"  # no service names it: docs/adr/0010-companion.md
 HEAD = """# Generic backends
 
 What runs before and behind a model, without code in the model folder: name one as `model.backend` of a step
@@ -23,7 +24,11 @@ out of range refuses the model when it is loaded. This page is made from the bac
 
 def page(backends: Path) -> str:
     """The page, one section for each folder with a model.py, in the order of their names."""
-    names = [path.parent.name for path in sorted(backends.glob("*/model.py")) if path.parent.name not in STAND_INS]
+    names = [
+        path.parent.name
+        for path in sorted(backends.glob("*/model.py"))
+        if path.parent.name not in (*STAND_INS, COMPANION)
+    ]
     return "\n".join([HEAD, *(_section(name, backends / name / "model.py") for name in names)])
 
 

@@ -187,7 +187,7 @@ def services() -> list[spec.Service]:
 
 
 def test_the_committed_configs_are_what_the_service_files_say(services: list[spec.Service]) -> None:
-    plans = {plan.folder.name: plan.folder.config_text for plan in build.plan(services)}
+    plans = {folder.name: folder.config_text for folder in build.folders(build.plan(services))}
     committed = {path.parent.name: path.read_text() for path in (ROOT / "model_repository").glob(f"*/{CONFIG_FILE}")}
 
     assert committed == plans, "run `tritonpilot build` and commit the configs"

@@ -13,7 +13,7 @@ from unit.onnx_files import identity, save
 
 from tritonpilot import build, model_config
 from tritonpilot.errors import DriftError, ModelError, RepositoryError, SpecError
-from tritonpilot.repository import called, publish
+from tritonpilot.repository import backend, called, publish
 from tritonpilot.spec import load_services
 
 GOOD = """\
@@ -251,7 +251,7 @@ def test_check_reports_drift_and_changes_nothing(services: Callable[..., list[An
         build.check(root, plans)
     assert not root.exists()
 
-    publish(root, [plan.folder for plan in plans])
+    publish(root, build.folders(plans))
     build.check(root, plans)
     (root / "iris/config.pbtxt").write_text("name: 'edited'")
     with pytest.raises(DriftError, match="iris: write config.pbtxt"):
@@ -564,3 +564,45 @@ def test_the_steps_of_a_driver_are_loaded_with_it(scores: Callable[..., list[Any
 def test_a_hand_edited_config_that_is_no_protobuf_text_is_named() -> None:
     with pytest.raises(RepositoryError, match="here/config.pbtxt is not a Triton model configuration"):
         model_config.parse("name: 3 {", "here/config.pbtxt")
+
+
+def test_a_repository_gets_the_companion_when_a_queue_with_classes_may_be_in_tritons_own_backend(
+    services: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    root = tmp_path / "repository"
+    folders = build.folders(build.plan(services()))
+
+    assert [folder.name for folder in folders] == ["iris", "pilot_companion"]
+    config = model_config.parse(folders[1].config_text, "test")
+    assert (config.backend, config.dynamic_batching.priority_levels) == ("companion", 2)
+    changes = publish(root, folders)
+    assert [change.version for change in changes] == [1, 1]
+    assert (root / "pilot_companion" / "1").is_dir()
+    assert not any(publish(root, folders))
+    assert (backend(root, "iris"), backend(root, "pilot_companion"), backend(root, "absent")) == (
+        "onnxruntime",
+        "companion",
+        "",
+    )
+
+
+def test_without_classes_nothing_stalls_and_there_is_no_companion(services: Callable[..., list[Any]]) -> None:
+    without = GOOD[GOOD.index("classes:") : GOOD.index("warmup:")]
+
+    assert [folder.name for folder in build.folders(build.plan(services(without, "")))] == ["iris"]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('backend: "tensorrt"', "tensorrt"),
+        ('platform: "onnxruntime_onnx"', "onnxruntime"),
+        ('platform: "ensemble"', "ensemble"),
+        ('# backend: "python"', ""),
+    ],
+)
+def test_the_backend_of_a_model_is_read_from_its_config(tmp_path: Path, line: str, found: str) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.pbtxt").write_text(f'name: "m"\n{line}\nmax_batch_size: 4\n')
+
+    assert backend(tmp_path, "m") == found

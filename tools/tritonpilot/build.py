@@ -1,7 +1,7 @@
 """From service files to a standard Triton model repository.
 
     plans = plan(load_services(Path("models")), target="cpu")
-    changes = publish(Path("model_repository"), [p.folder for p in plans])
+    changes = publish(Path("model_repository"), folders(plans))
 
 Planning reads and checks every service before anything is written; the same files give the same bytes.
 """
@@ -116,6 +116,14 @@ def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[
     return sorted((p for p in plans if p.service.service in asked), key=lambda p: p.service.service)
 
 
+def folders(plans: Sequence[Plan]) -> list[ModelFolder]:
+    """The model folders of the plans, and the companion's where one of them may need it (docs/adr/0010-companion.md)."""
+    found = [item.folder for item in plans]
+    if any(model_config.needs_companion(model_config.parse(folder.config_text, folder.name)) for folder in found):
+        found.append(ModelFolder(model_config.COMPANION, model_config.companion_text(), {}))
+    return found
+
+
 def check_versions(root: Path, plans: Sequence[Plan]) -> None:
     """Raise SpecError where a service pins versions that publishing would not give it."""
     for item in plans:
@@ -133,7 +141,7 @@ def check_versions(root: Path, plans: Sequence[Plan]) -> None:
 
 def check(root: Path, plans: Sequence[Plan]) -> list[Change]:
     """Compare the repository with the plans; raises DriftError that lists what differs."""
-    changes = [compare(root, item.folder) for item in plans]
+    changes = [compare(root, folder) for folder in folders(plans)]
     drift = [change.describe() for change in changes if change]
     if drift:
         raise DriftError(

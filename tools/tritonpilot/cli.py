@@ -111,10 +111,10 @@ def build(
     if check:
         changes = building.check(repository, plans)
     elif dry_run:
-        changes = [repositories.compare(repository, plan.folder) for plan in plans]
+        changes = [repositories.compare(repository, folder) for folder in building.folders(plans)]
     else:
         building.check_versions(repository, plans)
-        changes = repositories.publish(repository, [plan.folder for plan in plans])
+        changes = repositories.publish(repository, building.folders(plans))
     if as_json:
         print(json.dumps([change.as_dict() for change in changes], indent=2))
     else:

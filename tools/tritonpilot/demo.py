@@ -59,7 +59,7 @@ def run(models: Path, root: Path, narrate: Callable[[str], None]) -> Result:
     (measured,) = spec.load_services(models, [MEASURED])
     build.prepare(services, "auto", narrate)
     plans = build.plan(services)
-    for change in repository.publish(root, [plan.folder for plan in plans]):
+    for change in repository.publish(root, build.folders(plans)):
         narrate(change.describe())
     names = [service.service for service in services]
     probes = build.probe_inputs(models, root)

@@ -31,6 +31,8 @@ WARMUP_FOLDER = "warmup"
 
 _CALLED = re.compile(r'key: "pilot_steps"\s+value \{\s+string_value: "([^"]+)"')
 
+_BACKEND = re.compile(r'^\s*(?:backend|platform):\s*"([^"]+)"', re.MULTILINE)
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -96,6 +98,14 @@ def called(root: Path, name: str) -> list[str]:
     config = (_read(root / name / CONFIG_FILE) or b"").decode(errors="replace")
     found = _CALLED.search(config)
     return found[1].split(",") if found else []
+
+
+def backend(root: Path, name: str) -> str:
+    """The Triton backend that a model's config names, "ensemble" for an ensemble, "" when it names none."""
+    config = (_read(root / name / CONFIG_FILE) or b"").decode(errors="replace")
+    found = _BACKEND.search(config)
+    # A platform is a backend with a file format: onnxruntime_onnx, tensorrt_plan, pytorch_libtorch.
+    return re.sub("_(onnx|plan|libtorch)$", "", found[1]) if found else ""
 
 
 def compare(root: Path, wanted: ModelFolder) -> Change:

@@ -32,8 +32,9 @@ from tritonpilot import keeper
 from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, NotLoadedError
 from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
+from tritonpilot.model_config import COMPANION
 from tritonpilot.ports import choose_ports, port_taken
-from tritonpilot.repository import called, models
+from tritonpilot.repository import backend, called, models
 from tritonpilot.server_log import ServerLog
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
@@ -45,6 +46,7 @@ from tritonpilot.tritonserver import (
     check_host,
     environment,
     find_installation,
+    waking_backends,
 )
 
 PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver's bind
@@ -71,8 +73,9 @@ class Endpoints:
 class EmbeddedServer:
     """One tritonserver on loopback with explicit model control.
 
-    `models` are loaded at the start (None: all in `repository`). A port of 0 is a free one. `cpus` pins tritonserver and its stubs.
-    `env` is added to their environment. `log_file` is appended to; without it the log is in the temporary folder and goes with it.
+    `models` are loaded at the start (None: all in `repository`, but the companion only where a model needs it). A port of 0
+    is a free one. `cpus` pins tritonserver and its stubs. `env` is added to their environment. `log_file` is appended to; without
+    it the log is in the temporary folder and goes with it.
     `strict_config` forbids Triton to complete a config.pbtxt. `rate_limit` switches the rate limiter on, `rate_limit_resources`
     too and says how many of each resource there are; `cache_size_bytes` > 0 gives the response cache that much.
     `http_threads` (0: Triton's default, 8): one costs the least CPU time on a single core, but a load call over HTTP holds it.
@@ -155,6 +158,7 @@ class EmbeddedServer:
         self.models = self._models_to_load()
         self._check_cpus()
         self._installation = find_installation()
+        self.models = self._with_companion_if_needed(self._installation)
         seen = check_host(self._installation)
         self._key = control_key()
         for attempt in range(PORT_ATTEMPTS):
@@ -316,6 +320,14 @@ class EmbeddedServer:
                 f"It has: {', '.join(present)}."
             )
         return tuple(dict.fromkeys(name for model in self.models for name in (*called(self.repository, model), model)))
+
+    def _with_companion_if_needed(self, installation: Installation) -> tuple[str, ...]:
+        """The models to load, without the companion when it was not asked for and every model here wakes its own queue."""
+        if not self._all_models or COMPANION not in self.models:
+            return self.models
+        others = [name for name in self.models if name != COMPANION]
+        used = {backend(self.repository, name) for name in others} - {""}
+        return self.models if used - waking_backends(installation) else tuple(others)
 
     def _check_cpus(self) -> None:
         allowed = os.sched_getaffinity(0)

@@ -144,6 +144,13 @@ def stand_in_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "tritonpilot" / "python_backend"
 
 
+def waking_backends(installation: Installation) -> frozenset[str]:
+    """The backends whose models need no companion on this server: ours, as far as it has none of that name, and `python`."""
+    folder = stand_in_directory()
+    ours = {path.parent.name for path in folder.glob("*/model.py")}
+    return frozenset({"python", "ensemble", *(name for name in ours if not (installation.backends / name).is_dir())})
+
+
 def assemble(installation: Installation, folder: Path, python: host.Version, stand_ins: Path | None = None) -> Backends:
     """Make a backend directory in `folder`: the installation's backends, a stub for `python`, and our stand-ins.
 
