@@ -116,7 +116,9 @@ class Entry:
 
     def __init__(self, triton: str, tenants: Path | None, limits: Limits, new_loop: Callable[[], Any]) -> None:
         self.seen = Seen()
+        self.troubles: list[dict[str, Any]] = []
         self._loop = new_loop()
+        self._loop.set_exception_handler(lambda _, context: self.troubles.append(context))
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.port: int = self.run(self._start(triton, tenants, limits))
@@ -146,6 +148,7 @@ class Entry:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        assert self.troubles == []
 
 
 @contextmanager
@@ -720,6 +723,25 @@ def test_bad_http_behind_a_good_request_does_not_take_its_answer(raw: Raw) -> No
     assert output_of(raw.answer()) == [pytest.approx(0.2)]
     assert raw.answer()[0] == 400
     assert raw.is_ended()
+
+
+def test_garbled_requests_harm_nobody(entry: Entry) -> None:
+    random = np.random.default_rng(7)
+    good = post(body_of(), "classes", "tritonpilot-deadline-ms: 20000", "Expect: 100-continue")
+    chunked = b"POST /v2/models/identity/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    for request in [good, chunked, get("/v2/models/identity")] * 100:
+        garbled = bytearray(request * 2)
+        for at in random.integers(0, len(garbled), 3):
+            garbled[at] = random.integers(0, 256)
+        with Raw(entry.port) as raw:
+            raw.send(garbled[: random.integers(1, len(garbled))])
+            raw.socket.shutdown(socket.SHUT_WR)
+            raw.is_ended()
+    wait_until(lambda: not entry.front.connections)
+    wait_until(lambda: entry.rows_in_flight("identity") == entry.rows_in_flight("classes") == 0)
+    assert (entry.front.buffered_bytes, entry.front.direct_calls) == (0, 0)
+    with Raw(entry.port) as raw:
+        assert output_of(raw.ask(post(body_of()))) == [-1.0]
 
 
 def test_other_transfer_encodings_are_refused(raw: Raw) -> None:

@@ -371,7 +371,7 @@ class Call:
 
 def _size_of(text: bytes, body_size: int) -> int:
     digits = text.strip()
-    size = int(digits) if re.fullmatch(rb"[0-9]{1,18}", digits) else -1
+    size = int(digits) if digits.isdigit() and len(digits) < 19 else -1
     if not 0 < size <= body_size:
         raise messages.refused(
             "bad_request",

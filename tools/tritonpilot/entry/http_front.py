@@ -59,6 +59,7 @@ _SINGLE = frozenset(
 )
 _KEY = messages.KEY_HEADER.encode()
 _AUTHORIZATION = messages.AUTHORIZATION_HEADER.encode()
+_READ = _SINGLE | {_KEY, _AUTHORIZATION, b"transfer-encoding"}
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,7 @@ class Connection(asyncio.Protocol):
         self._reading: Call | None = None  # its head or body is still arriving
         self._queue: deque[Call] = deque()  # complete, but not their turn
         self._current: Call | None = None
-        self._raw_bytes = (
-            0  # of the message that is being read; -1: a message has ended in the data that is being parsed
-        )
+        self._raw_bytes = 0  # of the message that is being read; -1: another one has ended in the same data
         self._awaits_continue = False
         self._is_advancing = False
         self._is_ending = False  # nothing more is read, the connection ends with the answers that are due
@@ -317,6 +316,8 @@ class Connection(asyncio.Protocol):
             return  # a trailer
         reading.head_bytes += len(name) + len(value) + 4
         name = name.lower()
+        if name not in _READ:
+            return
         if name in _SINGLE:
             if name in reading.headers:
                 reading.denied = messages.refused("bad_request", f"Header {name.decode()!r} is there twice.")
@@ -325,7 +326,7 @@ class Connection(asyncio.Protocol):
             reading.keys.append(value)
         elif name == _AUTHORIZATION:
             reading.authorizations.append(value)
-        elif name == b"transfer-encoding":
+        else:  # transfer-encoding
             reading.is_chunked = True
             if value.strip().lower() != b"chunked":
                 reading.denied = messages.refused("encoding", "The only Transfer-Encoding is chunked.")
@@ -546,7 +547,8 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """All is said. What the caller still sends is read for a moment, or a reset would take the answer from him."""
         transport = cast(asyncio.Transport, self._transport)
-        self._queue.clear()
+        while self._queue:
+            self._queue.popleft().caller_left()
         was_ending, self._is_ending = self._is_ending, True
         if not was_ending or self._is_lingering or transport.is_closing():
             transport.close()
