@@ -20,7 +20,6 @@ from pilotlib.loopback import CONTENT_LENGTH, TIMEOUT_S
 
 TRAIN = 12  # requests at once
 STALL_S = 0.4  # a train without a stall takes 20 ms; the stall is 500 ms
-TIMEOUT_OF_TRAIN_S = 30.0  # of which every execution may stall
 
 
 class StallProbe:
