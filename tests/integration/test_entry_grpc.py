@@ -47,6 +47,7 @@ dynamic_batching {
 }
 parameters { key: "pilot_classes" value { string_value: "realtime:1,batch:2" } }
 """
+HASTY_CONFIG = CLASSES_CONFIG.replace("max_queue_size: 1000", "default_timeout_microseconds: 100000")
 # Answers the parameters that reached it, and Triton's name for the request's timeout.
 PARROT = """
 import json
@@ -174,6 +175,7 @@ def eventually(claim: Callable[[], bool]) -> bool:
 def repository(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Path]) -> Path:
     root = tmp_path_factory.mktemp("entry") / "model_repository"
     make_model(root, "identity", config=CLASSES_CONFIG)
+    make_model(root, "hasty", config=HASTY_CONFIG)
     make_model(root, "plain")
     make_model(root, "parrot", PARROT, PARROT_CONFIG)
     return root
@@ -697,6 +699,22 @@ def test_a_rejection_by_tritons_own_queue_is_passed_on_in_its_words(server: Embe
     assert not entry.seen.refusals
 
 
+def test_a_timeout_in_tritons_own_queue_is_passed_on_in_its_words(server: EmbeddedServer, entry: Entry) -> None:
+    rejected = None
+    with stub(server.endpoints.grpc) as direct, stub(entry.url) as triton:
+        while rejected is None:  # until it comes while the model is busy
+            busy = direct.ModelInfer.future(request(rows(LONG_S), "hasty"))
+            try:
+                triton.ModelInfer(request(model="hasty"), timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                rejected = error
+            assert eventually(busy.done)
+
+    assert rejected.code() is grpc.StatusCode.UNAVAILABLE
+    assert rejected.details() == "Request timeout expired"
+    assert entry.seen.outcomes["rejected"] == 1
+
+
 # -- starting, stopping, losing Triton ---------------------------------------------------------------------------------
 
 
@@ -744,7 +762,7 @@ def test_when_triton_is_gone_calls_are_unavailable_until_it_is_back(repository: 
 
     for error in (lost.value, *gone, not_live.value):
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert error.details().startswith("Triton cannot be reached: ")
+        assert error.details().startswith("Triton is unavailable: ")
         assert dict(error.trailing_metadata())["retry-after-ms"] == "1000"
     assert entry.seen.outcomes["unavailable"] >= 4
 

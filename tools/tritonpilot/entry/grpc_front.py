@@ -39,6 +39,7 @@ _DEADLINE_SLACK_S = 0.02
 # Triton 2.51 keeps 32 bits of a batch size, and its byte sizes overflow: shape [2^62, 1] passes its checks.
 MAX_ELEMENTS = 2**31 - 1
 LONGEST_NAME_BYTES = 255  # a model's name is that of its folder
+REJECTIONS = ("Exceeds maximum queue size", "Request timeout expired")  # of Triton's queues, in its words
 _REGION = "shared_memory_region"
 _UNSET = "a value of no known kind"
 
@@ -379,13 +380,14 @@ def _said(error: Any) -> Denied:
     code: grpc.StatusCode = error.code()
     details: str = error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and not _is_tritons(error):
-        return messages.refused("broken", f"Triton cannot be reached: {details}. The request may be sent again.", 1.0)
+        return messages.refused("broken", f"Triton is unavailable: {details}. The request may be sent again.", 1.0)
     return Denied(500, code.name, details)
 
 
 def _is_tritons(error: Any) -> bool:
     """Whether Triton's queue rejected the request: gRPC has no sign of its own for which side says UNAVAILABLE."""
-    return "[request id:" in (error.details() or "")
+    details = error.details() or ""
+    return any(words in details for words in REJECTIONS)
 
 
 def _refused(refusal: Refusal) -> Denied:
