@@ -76,8 +76,15 @@ def test_each_class_is_a_level_and_one_more_rejects_wake_requests(services: Call
     assert (policies[1].default_timeout_microseconds, policies[1].max_queue_size) == (40_000, 50)
     assert policies[2].timeout_action == action.DELAY
     assert policies[2].default_timeout_microseconds == 3_600_000_000
-    assert policies[1].allow_timeout_override
+    assert not policies[1].allow_timeout_override, (
+        "with a queue delay a request that expires in it would leave the batcher asleep"
+    )
     assert (policies[3].timeout_action, policies[3].default_timeout_microseconds) == (action.REJECT, 1)
+
+
+def test_without_a_queue_delay_a_request_may_shorten_its_timeout(services: Callable[..., list[Any]]) -> None:
+    policies = config_of(services("queue_delay_us: 100", "queue_delay_us: 0")).dynamic_batching.priority_queue_policy
+    assert policies[1].allow_timeout_override
 
 
 def test_without_classes_there_are_no_priorities_and_no_policies(services: Callable[..., list[Any]]) -> None:

@@ -243,6 +243,13 @@ def test_a_request_of_a_higher_class_starts_although_a_lower_one_does_not_fit() 
     assert world.order(rows=True) == [("high", 3), ("high", 1)]
 
 
+def test_triton_is_told_what_is_left_of_the_wait_only_where_it_heeds_it() -> None:
+    world = World()
+    for model, timeout_us in ((terms(HIGH), pytest.approx(1e6 * (HIGH.timeout_s or 0))), (terms(HIGH, name="deaf"), 0)):
+        ticket, _ = world.send(replace(model, may_override_timeout=model.name != "deaf"))
+        assert ticket.timeout_us == timeout_us
+
+
 def test_a_request_larger_than_the_window_starts_alone() -> None:
     world, model = World(), terms(replace(HIGH, timeout_s=None), window=4)
     first, _ = world.send(model)

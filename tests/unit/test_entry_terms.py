@@ -95,6 +95,13 @@ def test_a_timeout_is_honoured_only_where_each_class_has_one_and_allows_it() -> 
     assert not terms_of(config).may_override_timeout
 
 
+def test_a_timeout_is_not_sent_where_a_queue_delay_makes_it_harmful() -> None:
+    config = served()
+    assert terms_of(config).may_override_timeout
+    config["dynamic_batching"]["max_queue_delay_microseconds"] = "500"
+    assert not terms_of(config).may_override_timeout
+
+
 def test_an_ensemble_says_in_parameters_what_a_batcher_says_in_policies() -> None:
     config = served(
         pilot_timeouts_ms="realtime:200, batch:30000",

@@ -463,7 +463,8 @@ def _queue_policy(service: Service, caller: CallerClass) -> Any:
     return policy(
         timeout_action=policy.REJECT if caller.timeout_action == "reject" else policy.DELAY,
         default_timeout_microseconds=round(service.timeout_ms(caller) * 1000),
-        allow_timeout_override=True,  # a request's own deadline is honoured when it is shorter
+        # A request that expires while the batcher waits for its company leaves the batcher asleep (docs/adr/0012).
+        allow_timeout_override=service.batching.queue_delay_us == 0,
         max_queue_size=caller.max_queue_size,
     )
 

@@ -177,7 +177,7 @@ class CallerClass(Written):
     )
     max_queue_size: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(1000, description="0: unlimited")
     timeout_ms: Annotated[float, Field(ge=0.001, le=NO_TIMEOUT_MS)] | None = Field(
-        None, description="longest wait in the queue; a request may ask for less; default: 0.8 of the class's p99_ms"
+        None, description="longest wait in the queue, longer than batching.queue_delay_us; default: 0.8 of the class's p99_ms"
     )
     timeout_action: Literal["reject", "delay"] = "reject"
     share: Annotated[float, Field(gt=0, le=SHARES_MOST)] | None = Field(
@@ -390,6 +390,11 @@ class Service(Written):
                 raise ValueError(
                     f"class {c.name} may wait {self.timeout_ms(c):g} ms in the queue, but its answers are promised within "
                     f"{promise_ms:g} ms (p99_ms); set its timeout_ms below that"
+                )
+            if self.timeout_ms(c) * 1000 <= self.batching.queue_delay_us:
+                raise ValueError(
+                    f"class {c.name} may wait {self.timeout_ms(c):g} ms in the queue, no longer than the batcher waits for company "
+                    f"(queue_delay_us {self.batching.queue_delay_us}); set its timeout_ms above that"
                 )
         if self.classes and self.batching.max_batch_size == 0:
             raise ValueError("classes need Triton's dynamic batcher, which max_batch_size 0 switches off")

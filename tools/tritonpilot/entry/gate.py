@@ -190,7 +190,7 @@ class Gate:
         until_s = ticket._waits_until_s
         if ticket.deadline_s is not None and ticket.deadline_s < until_s:
             until_s = ticket.deadline_s
-        if until_s != math.inf:
+        if until_s != math.inf and ticket.model.may_override_timeout:
             ticket.timeout_us = max(1, int((until_s - now) * 1e6))
         if ticket.is_promoted:
             # Triton's own queue is strict too: at its own level the request could be passed over there.

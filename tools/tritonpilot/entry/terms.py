@@ -96,7 +96,8 @@ def terms_of(config: Mapping[str, Any]) -> ModelTerms:
         max_batch_size=largest,
         inputs=tuple(str(each["name"]) for each in config.get("input", ())),
         caches=bool((config.get("response_cache") or {}).get("enable", False)),
-        may_override_timeout="ensemble_scheduling" in config or all(map(_may_override, policies.values())),
+        may_override_timeout="ensemble_scheduling" in config
+        or (not int(batcher.get("max_queue_delay_microseconds", 0)) and all(map(_may_override, policies.values()))),
     )
 
 
@@ -199,7 +200,7 @@ def _timeout_s(timeout_ms: float) -> float | None:
 
 
 def _may_override(policy: Mapping[str, Any] | None) -> bool:
-    """Triton ignores a request's timeout where the queue has none."""
+    """Triton ignores a request's timeout where the queue has none. (With a queue delay it would do harm: docs/adr/0012.)"""
     return bool(
         policy and policy.get("allow_timeout_override") and int(policy.get("default_timeout_microseconds", 0)) > 0
     )
