@@ -12,6 +12,7 @@ from perf.proofs import (
     deadlines,
     demo,
     efficiency,
+    entry_cost,
     generated,
     image,
     memory,
@@ -73,6 +74,8 @@ CLAIMS = {
               "same class sends ten times its quota; no error for the first", needs_quiet=True),
         Claim("deadlines", deadlines.deadlines, "ms after an execution", Bar("<=", 0), "how much later than its deadline and one "
               "execution the last of 10,000 answers with random deadlines was computed; callers hear of it in 20 ms, none is lost"),
+        Claim("entry_cost", entry_cost.entry_cost, "of a direct request", Bar("<=", 2), "CPU time of a single-row ctr request over "
+              "HTTP through the entry, entry and server together; 64 rows in the details", needs_quiet=True),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
               "that parse and load with auto-completion off"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
@@ -89,4 +92,5 @@ OPEN = {
     "mixed_overload": "the first run is to come",
     "noisy_neighbour": "the first run is to come",
     "deadlines": "the first run is to come",
+    "entry_cost": "the first run is to come",
 }

@@ -171,7 +171,7 @@ HIGH_SLO_MS, LOW_SLO_MS = 300.0, 600.0
 HIGH_WITHIN = 0.995
 REJECTED_P99_MS = 20.0
 PROMISES = f"""\
-batching: {{max_batch_size: 8}}
+batching: {{max_batch_size: 4}}
 classes:
   - {{name: high, priority: 1, p99_ms: {HIGH_SLO_MS:g}, timeout_ms: 150}}
   - {{name: low, priority: 2, p99_ms: {LOW_SLO_MS:g}, timeout_ms: 350, share: 0.1}}

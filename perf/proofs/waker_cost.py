@@ -1,7 +1,9 @@
 """What does it cost to keep Triton's batcher awake? CPU time with and without the waker and the companion, at three loads.
 
-The same model, which sleeps, four times: with its own waker and without, on a server with the companion and on one without. It
-uses no CPU time itself, so that the difference is the waking's. All are measured in turn in every round, server and stubs.
+The same model, which sleeps, four times: with its own waker and without, on a server with the companion and on one without, in
+turn in every round. What waking takes is a few thousandths of a core, which drowns in the difference of two loads, so it is
+counted: wakes at what one costs an idle server and its sender, the companion's stub, and the server's thread that serves
+metrics. The differences are in the details.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import numpy as np
 from perf import memory
 from perf.frame import Bench, Outcome, median, spread
 from perf.open_loop import Request, Sender
+from pilotlib.loopback import Zeros, answer, post, wake_request
+from pilotlib.waker import EXPIRED, WAKE_ID
 from tritonpilot import metrics, model_config
 from tritonpilot.errors import MeasurementError
 from tritonpilot.server import EmbeddedServer
@@ -30,6 +34,9 @@ MODELS = {"waker": ("woken", "unwoken"), "companion": ("companied", "alone")}  #
 SECONDS, QUICK_SECONDS = 10.0, 4.0
 ROUNDS, QUICK_ROUNDS = 3, 1
 PROBED_WITHIN_S = 60.0
+WAKE_LEVEL = 2
+WAKES, WAKE_GAP_S = 100, 0.02
+SCRAPES = 200
 
 CONFIG = f"""
 backend: "python"
@@ -90,17 +97,34 @@ class Subject:
     server: EmbeddedServer
     sender: Sender
     pids: tuple[int, ...]
+    wake_s: float  # CPU time of one wake: the server's, and the sender's where that is not counted in itself
+    wakes_family: str = ""
+    companion: int = 0  # its stub, and the server's thread that serves it metrics
+    metrics_thread: int = 0
+
+    def waking_s(self) -> float:
+        """CPU seconds that its waking has taken so far."""
+        wakes = sum(
+            found.value
+            for found in metrics.scrape(self.server.endpoints.metrics)
+            if found.name == self.wakes_family and found.labels.get("model") == self.model
+        )
+        used_s = wakes * self.wake_s
+        if self.companion:
+            used_s += time.clock_gettime(_clock(self.companion)) + _thread_s(self.server.pid, self.metrics_thread)
+        return used_s
 
     def cpu_s(self) -> float:
         """CPU seconds of the server, the model's stub and the companion's."""
-        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)  # clock_getcpuclockid(3): to the nanosecond
+        return sum(time.clock_gettime(_clock(pid)) for pid in self.pids)
 
 
 @dataclass(frozen=True)
 class Used:
-    """What a load took: CPU seconds, of how many seconds; latencies of its answers."""
+    """What a load took: CPU seconds in all and of waking (counted), of how many seconds; latencies of its answers."""
 
     cpu_s: float
+    waking_s: float
     elapsed_s: float
     latencies_ms: tuple[float, ...] = ()
 
@@ -114,16 +138,9 @@ def waker_cost(bench: Bench) -> Outcome:
             lambda: {(load, name): _use(subjects[name], load, seconds) for load in LOADS for name in subjects},
             check=lambda: _check(subjects.values()),
         )
-        wakes = {
-            name: metrics.value(metrics.scrape(subjects[model].server.endpoints.metrics), family, model=model)
-            for name, model, family in (
-                ("waker", "woken", "pilot_wakes_total"),
-                ("companion", "companied", "pilot_companion_wakes_total"),
-            )
-        }
     shares = {
-        (kind, load): [100 * _cost(found[load, with_it], found[load, without]) for found in rounds]
-        for kind, (with_it, without) in MODELS.items()
+        (kind, load): [100 * found[load, with_it].waking_s / found[load, with_it].elapsed_s for found in rounds]
+        for kind, (with_it, _) in MODELS.items()
         for load in LOADS
     }
     kind, load = max(shares, key=lambda key: median(shares[key]))
@@ -138,7 +155,14 @@ def waker_cost(bench: Bench) -> Outcome:
             "share_of_a_core_percent": {
                 kind: {load: round(median(shares[kind, load]), 3) for load in LOADS} for kind in MODELS
             },
-            "wakes": wakes,
+            "difference_of_loads_percent": {
+                kind: {
+                    load: round(median([100 * _difference(found[load, a], found[load, b]) for found in rounds]), 3)
+                    for load in LOADS
+                }
+                for kind, (a, b) in MODELS.items()
+            },
+            "wake_us": {kind: round(1e6 * subjects[with_it].wake_s) for kind, (with_it, _) in MODELS.items()},
             "latency_ms": {
                 name: {
                     load: _quantiles([ms for found in rounds for ms in found[load, name].latencies_ms])
@@ -155,13 +179,13 @@ def _check(subjects: Iterable[Subject]) -> None:
         subject.server.check_alive()
 
 
-def _cost(with_it: Used, without: Used) -> float:
-    """Cores that waking takes: both answered the same requests, in times that stalls may lengthen."""
+def _difference(with_it: Used, without: Used) -> float:
+    """Cores more with it: both answered the same requests, in times that stalls may lengthen."""
     return (with_it.cpu_s - without.cpu_s) / with_it.elapsed_s
 
 
 def _use(subject: Subject, load: str, seconds: float) -> Used:
-    before, began = subject.cpu_s(), time.perf_counter()
+    before, waking_before, began = subject.cpu_s(), subject.waking_s(), time.perf_counter()
     request = Request(subject.model, {"x": np.zeros((1, 1), np.float32)})
     if load == "idle":
         time.sleep(seconds)
@@ -175,8 +199,9 @@ def _use(subject: Subject, load: str, seconds: float) -> Used:
         raise MeasurementError(
             f"A request to {subject.model} failed: {failed[0]}. Nothing is reported. See the server's log."
         )
-    used_s, elapsed_s = subject.cpu_s() - before, time.perf_counter() - began
-    return Used(used_s, elapsed_s, tuple(answer.latency_ms for answer in answers))
+    used_s, waking_s = subject.cpu_s() - before, subject.waking_s() - waking_before
+    elapsed_s = time.perf_counter() - began
+    return Used(used_s, waking_s, elapsed_s, tuple(answer.latency_ms for answer in answers))
 
 
 @contextmanager
@@ -191,15 +216,58 @@ def _subjects(bench: Bench) -> Iterator[dict[str, Subject]]:
         for names in (("woken", "unwoken", "alone"), ("companied", model_config.COMPANION)):
             server = stack.enter_context(EmbeddedServer(Path(folder), models=names, on_progress=bench.say))
             sender = stack.enter_context(Sender(server.endpoints.grpc))
-            stubs = memory.stubs(server.pid)
-            for name in names:
-                counted = [
-                    stub for instance, stub in stubs.items() if instance.startswith((f"{name}_", "pilot_companion_"))
-                ]
-                found[name] = Subject(name, server, sender, (server.pid, *counted))
-        companion = found.pop(model_config.COMPANION)
-        _wait_until_probed(companion.server)
+            stubs = {instance.rpartition("_0_0")[0]: stub for instance, stub in memory.stubs(server.pid).items()}
+            companion = stubs.pop(model_config.COMPANION, 0)
+            thread = 0
+            if companion:
+                _wait_until_probed(server)
+                thread = _metrics_thread(server)
+            server_s, own_s = _wake_s(server, names[0])
+            for name in stubs:
+                pids = (server.pid, stubs[name], *([companion] if companion else []))
+                wake_s = server_s if companion else server_s + own_s
+                family = {"woken": "pilot_wakes_total", "companied": "pilot_companion_wakes_total"}.get(name, "")
+                found[name] = Subject(name, server, sender, pids, wake_s, family, companion, thread)
         yield found
+
+
+def _wake_s(server: EmbeddedServer, model: str) -> tuple[float, float]:
+    """CPU seconds of one wake among few, as they are sent: the server's and the sender's."""
+    host, _, port = server.endpoints.http.rpartition(":")
+    wake = wake_request(WAKE_ID, model, 1, [Zeros("x", "FP32", (1, 1), 4)], "y", WAKE_LEVEL)
+    before_s, own_before_s = time.clock_gettime(_clock(server.pid)), time.thread_time()
+    for _ in range(WAKES):
+        answered = answer(post((host, int(port)), wake))
+        if EXPIRED not in answered:
+            raise MeasurementError(
+                f"A wake of {model} was answered {answered!r}. Nothing is reported. See the server's log."
+            )
+        time.sleep(WAKE_GAP_S)
+    used_s, own_s = time.clock_gettime(_clock(server.pid)) - before_s, time.thread_time() - own_before_s
+    return used_s / WAKES, own_s / WAKES
+
+
+def _metrics_thread(server: EmbeddedServer) -> int:
+    """The thread of tritonserver that serves its metrics: the one that is busy while they are asked for."""
+
+    def used() -> dict[int, float]:
+        threads = (int(entry.name) for entry in Path(f"/proc/{server.pid}/task").iterdir())
+        return {thread: _thread_s(server.pid, thread) for thread in threads}
+
+    before = used()
+    for _ in range(SCRAPES):
+        metrics.scrape(server.endpoints.metrics)
+    after = used()
+    return max(after, key=lambda thread: after[thread] - before.get(thread, 0.0))
+
+
+def _thread_s(pid: int, thread: int) -> float:
+    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _clock(pid: int) -> int:
+    """The CPU time of another process, as of clock_getcpuclockid(3): to the nanosecond."""
+    return ~pid << 3 | 2
 
 
 def _write(model: Path, config: str, code: str | None) -> None:
