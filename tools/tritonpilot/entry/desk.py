@@ -53,7 +53,8 @@ class Desk:
         self._client: Any = None
         self._terms: dict[str, ModelTerms] = {}
         self._asking: dict[str, asyncio.Task[ModelTerms]] = {}
-        self._unknown: dict[str, tuple[float, Denied]] = {}
+        self._unknown: dict[str, float] = {}
+        """Until when a model that Triton did not know is not asked for again."""
 
     def identify(self, key: str | None) -> Tenant | None:
         """The tenant with this key; None without a tenants file. Raises Denied 401."""
@@ -73,9 +74,8 @@ class Desk:
         known = self._terms.get(model)
         if known is not None:
             return known
-        until, denied = self._unknown.get(model, (0.0, None))
-        if denied is not None and asyncio.get_running_loop().time() < until:
-            raise denied
+        if asyncio.get_running_loop().time() < self._unknown.get(model, 0.0):
+            raise _unknown(model)
         task = self._asking.get(model)
         if task is None:
             task = self._asking[model] = asyncio.ensure_future(self._ask(model))
@@ -153,11 +153,11 @@ class Desk:
             config = await self._client.get_model_config(model)
             terms = terms_of(config)
         except InferenceServerException as error:
-            said = str(error)
+            said = str(error).lower()
             if "unknown model" in said or "not found" in said or "is not ready" in said:
                 self._terms.pop(model, None)
-                raise messages.refused("unknown_model", f"Triton has no model '{model}' that is ready.") from None
-            raise messages.refused("broken", f"Triton did not tell the config of model '{model}': {said}") from None
+                raise _unknown(model) from None
+            raise messages.refused("broken", f"Triton did not tell the config of model '{model}': {error}") from None
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise messages.refused("starting", f"Triton cannot be reached: {error}", 1.0) from None
         except PilotError as error:
@@ -176,7 +176,12 @@ class Desk:
         if isinstance(error, Denied) and error.http_status == 404:
             if len(self._unknown) >= UNKNOWN_MOST:
                 self._unknown.clear()
-            self._unknown[model] = (asyncio.get_running_loop().time() + UNKNOWN_FOR_S, error)
+            self._unknown[model] = asyncio.get_running_loop().time() + UNKNOWN_FOR_S
+
+
+def _unknown(model: str) -> Denied:
+    """A new one each time: a raised error holds the frames, and so the request, of its caller."""
+    return messages.refused("unknown_model", f"Triton has no model '{model[:128]}' that is ready.")
 
 
 def _classes_of(terms: ModelTerms) -> str:

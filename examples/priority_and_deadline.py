@@ -1,15 +1,16 @@
-"""A class of callers is a priority level; a deadline is a timeout in microseconds of queue time.
+"""A class of callers is a priority level; a deadline is a time on the clock of the server's host.
 
-python examples/priority_and_timeout.py --url 127.0.0.1:8001
+python examples/priority_and_deadline.py --url 127.0.0.1:8001
 
-In models/ctr/service.yaml the class `realtime` has priority 1 and `batch` has 2. A timeout shorter than the class's own is
-honoured; a request that waits longer in the queue is rejected without being computed.
+In models/ctr/service.yaml the class `realtime` has priority 1 and `batch` has 2. A request whose deadline has passed when its turn
+comes is rejected without being computed. From another host leave the deadline to the entry (docs/entry.md), which has a clock of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import queue
+import time
 from typing import Any
 
 import tritonclient.grpc as triton
@@ -30,7 +31,7 @@ inputs[1].set_data_from_numpy(categorical)
 answers: queue.Queue[tuple[str, Any]] = queue.Queue()
 
 
-def send(client: triton.InferenceServerClient, name: str, priority: int, timeout_us: int) -> None:
+def send(client: triton.InferenceServerClient, name: str, priority: int, deadline_s: float) -> None:
     def answered(result: triton.InferResult, error: Exception | None) -> None:
         answers.put((name, error or result.as_numpy("prob")))
 
@@ -39,15 +40,15 @@ def send(client: triton.InferenceServerClient, name: str, priority: int, timeout
         inputs,
         callback=answered,
         priority=priority,
-        timeout=timeout_us,  # microseconds in the queue
+        parameters={"pilot_deadline_ns": time.monotonic_ns() + int(deadline_s * 1e9)},
     )
 
 
 with triton.InferenceServerClient(url) as client:
     for _ in range(REQUESTS):
-        send(client, "batch", BATCH, timeout_us=20_000_000)
-    send(client, "realtime", REALTIME, timeout_us=20_000_000)
-    send(client, "impatient", BATCH, timeout_us=1)
+        send(client, "batch", BATCH, deadline_s=20)
+    send(client, "realtime", REALTIME, deadline_s=20)
+    send(client, "impatient", BATCH, deadline_s=0.001)
     order = [answers.get(timeout=30) for _ in range(REQUESTS + 2)]
 
 place = [name for name, _ in order].index("realtime") + 1
