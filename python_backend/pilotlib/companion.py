@@ -87,8 +87,10 @@ class Lookout:
             self._happened, self._active_s = True, now_s
         busy_since_s = max(self._quiet_s, self._looked_s)
         silence_s = max(0.0, 1 - self._budget_s / BUDGET_MOST_S) * SILENCE_MOST_S
-        may_look = (is_quiet and now_s - self._active_s >= silence_s) or now_s - busy_since_s >= BUSY_LOOK_S
-        look = self._happened and may_look and self._budget_s > 0
+        is_silent = is_quiet and now_s - self._active_s >= silence_s and self._budget_s > 0
+        # A silence tells more than work without a pause: half of the budget is kept for it.
+        is_long_busy = now_s - busy_since_s >= BUSY_LOOK_S and self._budget_s > BUDGET_MOST_S / 2
+        look = self._happened and (is_silent or is_long_busy)
         may_wake = is_quiet and not look and self._budget_s > 0
         due = [model for model, stuck in self._stuck.items() if may_wake and stuck.is_due(now_s)]
         return Step(look, tuple(self._wake(model, now_s) for model in due))
