@@ -3,7 +3,7 @@
 python examples/priority_and_deadline.py --url 127.0.0.1:8001
 
 In models/ctr/service.yaml the class `realtime` has priority 1 and `batch` has 2. A request whose deadline has passed when its turn
-comes is rejected without being computed. From another host leave the deadline to the entry (docs/entry.md), which has a clock of its own.
+comes is rejected without being computed. From another host leave deadlines to the entry (docs/entry.md), which has its own clock.
 """
 
 from __future__ import annotations
