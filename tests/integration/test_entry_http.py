@@ -583,6 +583,21 @@ def test_thousands_of_pipelined_requests_are_answered(raw: Raw) -> None:
     assert answers == {200: 1, 404: count}
 
 
+def test_a_head_that_is_known_is_taken_as_the_first_time(entry: Entry, raw: Raw) -> None:
+    for at in range(3):
+        assert output_of(raw.ask(post(body_of(-float(at)), "classes", "tritonpilot-class: batch"))) == [-float(at)]
+    assert len(entry.front.heads) == 1
+    assert raw.ask(post(b"{" + b" " * (len(body_of()) - 1), "classes", "tritonpilot-class: batch"))[0] == 400
+    raw.send(post(body_of(), "classes", "tritonpilot-class: batch")[:-1])
+    raw.send(b"}" + post(body_of(-7.0), "classes", "tritonpilot-class: batch"))
+    assert [output_of(raw.answer()), output_of(raw.answer())] == [[-1.0], [-7.0]]
+    assert {ticket.class_name for ticket in entry.seen.tickets} == {"batch"}
+    for at in range(1100):
+        assert raw.ask(post(b"{}", "classes", f"X: {at}"))[0] in (400, 500)
+    assert 0 < len(entry.front.heads) <= 1024
+    assert entry.front.buffered_bytes == 0
+
+
 def test_a_request_may_come_byte_by_byte(raw: Raw) -> None:
     raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     request = post(body_of(), "identity", "tritonpilot-deadline-ms: 20000")
@@ -906,6 +921,19 @@ def test_keys_open_what_their_tenant_may_use(triton: str, tenants_file: Path) ->
         assert raw.ask(post(body_of(), "identity", key, key))[0] == 400
         assert raw.ask(post(body_of(), "identity", key, "Authorization: Bearer tp_shop"))[0] == 400
         assert {ticket.tenant.name for ticket in entry.seen.tickets if ticket.tenant} == {"shop"}
+
+
+def test_a_key_that_is_taken_away_opens_nothing_although_its_head_is_known(triton: str, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(TENANTS)
+    with entering(triton, path) as entry, Raw(entry.port) as raw:
+        request = post(body_of(), "identity", "tritonpilot-key: tp_shop")
+        assert [raw.ask(request)[0] for _ in range(3)] == [200] * 3
+        path.write_text(TENANTS.replace(hash_key("tp_shop"), hash_key("tp_other")))
+        assert entry.desk.tenants is not None
+        wait_until(entry.desk.tenants.poll)
+        assert raw.ask(request)[0] == 401
+        assert len(entry.front.heads) == 1
 
 
 def test_a_tenants_class_counts_whatever_the_request_says(triton: str, tenants_file: Path) -> None:

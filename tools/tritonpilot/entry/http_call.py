@@ -82,6 +82,7 @@ class Call:
         "is_head_complete",
         "is_kept_alive",
         "is_old",
+        "key",
         "keys",
         "method",
         "route",
@@ -97,6 +98,7 @@ class Call:
         self.method = b""
         self.headers: dict[bytes, bytes] = {}
         self.keys: list[bytes] = []
+        self.key: str | None = None
         self.authorizations: list[bytes] = []
         self.head_bytes = 0
         self.is_head_complete = False
@@ -122,6 +124,17 @@ class Call:
         self._dumps: Callable[[Any], bytes] = orjson.dumps
         self._is_sent = False  # towards Triton
         self._has_begun = False  # the caller has had a part of the answer
+
+    @property
+    def is_plain(self) -> bool:
+        """An inference whose head says all there is to its framing."""
+        route = self.route
+        return (
+            route is not None
+            and route.is_infer
+            and self.denied is None
+            and not (self.is_chunked or self.awaits_continue or self.wants_upgrade or self.encoding)
+        )
 
     def begin(self) -> None:
         """It is this request's turn, and it is here completely, or denied."""
@@ -172,6 +185,8 @@ class Call:
         return self._caller is not None
 
     def answered(self, status: int, data: bytes, head_size: int, is_last: bool) -> None:
+        # NOTE: before the caller has his answer, so that he finds its place in the window free.
+        self._finish("ok" if status == 200 else "rejected" if status in _REJECTIONS else "error")
         caller = self._caller
         if caller is not None:
             if self.method == b"HEAD":
@@ -182,7 +197,6 @@ class Call:
                 data = b"%bConnection: close\r\n\r\n%b" % (head, data[head_size:])
             self._has_begun = True
             caller.write(data)
-        self._finish("ok" if status == 200 else "rejected" if status in _REJECTIONS else "error")
         if is_last and caller is not None:
             self._caller = None
             caller.done(self)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import cast
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -34,7 +34,10 @@ _READ_ANYWAY_BYTES = (
 )  # a refused request's body is read if it is this small, so that the connection stays usable
 _LINGER_S = 2.0  # what a refused caller still sends is read for so long, or he would not see the answer
 _UNSENT_BYTES = 512 * 1024  # of an answer, from where on Triton's connection is not read
-_MOST_ROUTES = 1024
+_MOST_ROUTES = _MOST_HEADS = 1024
+_MOST_HEAD_BYTES = 2048
+_BLANK_LINE = b"\r\n\r\n"
+_TOO_MANY_BYTES = "The entry holds too many bytes of waiting requests."
 _CHUNK_OVERHEAD = 16  # bytes of framing for each byte of a chunked body, at most
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _OVERLOADED = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
@@ -80,6 +83,15 @@ class Limits:
     direct_calls: int = 64  # at a time
 
 
+class KnownHead(NamedTuple):
+    """What the parser made of a head; identical bytes mean the same again. Who calls is asked each time."""
+
+    route: Route
+    headers: dict[bytes, bytes]
+    key: str | None
+    body_size: int
+
+
 class HttpFront:
     """Listens for callers. `triton` is host:port of Triton's HTTP service."""
 
@@ -97,6 +109,7 @@ class HttpFront:
         self.buffered_bytes = 0
         self.direct_calls = 0
         self.is_closing = False
+        self.heads: dict[bytes, KnownHead] = {}
         self._routes: dict[bytes, Route] = {}
         self._server: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -192,6 +205,7 @@ class Connection(asyncio.Protocol):
         "_raw_bytes",
         "_reading",
         "_transport",
+        "_whole",
         "until",
     )
 
@@ -209,6 +223,7 @@ class Connection(asyncio.Protocol):
         self._is_ending = False  # nothing more is read, the connection ends with the answers that are due
         self._is_lingering = False  # all is said; what still comes is thrown away
         self._is_paused = False
+        self._whole = b""  # the data that is being parsed, when a message begins with it
         self.until = 0.0  # time.monotonic() when expire() is called
 
     # -- for HttpFront -------------------------------------------------------------------------------------------------
@@ -250,6 +265,14 @@ class Connection(asyncio.Protocol):
             return
         if self._raw_bytes < 0:
             self._raw_bytes = 0
+        self._whole = b""
+        if self._reading is None and self._current is None and not self._queue:
+            head_size = data.find(_BLANK_LINE) + 4
+            known = self._front.heads.get(data[:head_size])
+            if known is not None and len(data) == head_size + known.body_size:
+                self._take_known(known, data[head_size:])
+                return
+            self._whole = data
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -365,7 +388,7 @@ class Connection(asyncio.Protocol):
             reading.denied = self._body_too_large()
             self._stop_with(reading)
         if front.buffered_bytes > self._limits.buffered_bytes:
-            reading.denied = messages.refused("queue_full", "The entry holds too many bytes of waiting requests.", 1.0)
+            reading.denied = messages.refused("queue_full", _TOO_MANY_BYTES, 1.0)
             self._stop_with(reading)
 
     def on_message_complete(self) -> None:
@@ -376,6 +399,8 @@ class Connection(asyncio.Protocol):
             reading.wants_upgrade = True
             return
         self._complete(reading, self._parser.should_keep_alive() and not self._front.is_closing)
+        if self._whole and reading.is_plain and reading.is_kept_alive:
+            self._remember(reading)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -395,9 +420,8 @@ class Connection(asyncio.Protocol):
         if not route.is_open:
             keys = [key.decode("latin-1") for key in call.keys]
             authorizations = [value.decode("latin-1") for value in call.authorizations] if call.authorizations else ()
-            call.tenant = front.desk.identify(messages.api_key(keys, authorizations))
-            if call.tenant is not None and route.model and not call.tenant.may_use(route.model):
-                raise messages.refused("forbidden", f"Tenant {call.tenant.name!r} may not use model {route.model!r}.")
+            call.key = messages.api_key(keys, authorizations)
+            self._identify(call, route)
         length = headers.get(b"content-length")
         if length is not None and int(length) > self._limits.body_bytes:
             raise self._body_too_large()
@@ -411,6 +435,35 @@ class Connection(asyncio.Protocol):
             if headers[b"expect"].strip().lower() != b"100-continue":
                 raise Denied(417, "UNIMPLEMENTED", "The only Expect that is met is 100-continue.")
             call.awaits_continue = not call.is_old
+
+    def _identify(self, call: Call, route: Route) -> None:
+        tenant = call.tenant = self._front.desk.identify(call.key)
+        if tenant is not None and route.model and not tenant.may_use(route.model):
+            raise messages.refused("forbidden", f"Tenant {tenant.name!r} may not use model {route.model!r}.")
+
+    def _remember(self, call: Call) -> None:
+        """A caller's next request mostly has the same head, byte by byte, and need not be parsed again."""
+        heads, head_size = self._front.heads, len(self._whole) - call.body_size
+        if head_size <= _MOST_HEAD_BYTES and self._whole.find(_BLANK_LINE) + 4 == head_size:
+            if len(heads) >= _MOST_HEADS:
+                heads.clear()
+            assert call.route is not None
+            heads[self._whole[:head_size]] = KnownHead(call.route, call.headers, call.key, call.body_size)
+
+    def _take_known(self, known: KnownHead, body: bytes) -> None:
+        call = Call(self, self._front)
+        call.method, call.route, call.headers, call.key = b"POST", known.route, known.headers, known.key
+        call.is_head_complete = True
+        call.body.append(body)
+        call.body_size = call.buffered_bytes = len(body)
+        self._front.buffered_bytes += len(body)
+        try:
+            self._identify(call, known.route)
+            if self._front.buffered_bytes > self._limits.buffered_bytes:
+                raise messages.refused("queue_full", _TOO_MANY_BYTES, 1.0)
+        except Denied as denied:
+            call.denied = denied
+        self._complete(call, not self._front.is_closing)
 
     def _check_arriving(self, call: Call) -> None:
         """Limits of what has arrived and is not yet complete."""
