@@ -17,18 +17,19 @@ from dataclasses import dataclass
 
 from pilotlib.server_metrics import Counts, Model
 
-TICK_S = 0.025
-IDLE_TICK_S = 0.05  # when nothing has happened for IDLE_AFTER_S
+TICK_S = 0.04
+IDLE_TICK_S = 0.06  # when nothing has happened for IDLE_AFTER_S
 IDLE_AFTER_S = 1.0
 QUIET_S = 60e-6  # a server that uses less between two ticks has had no request: that takes 90 us and more
 SILENCE_MOST_S = 0.2  # before a look, with an empty budget; with a full one it is a tick
 BUSY_LOOK_S = 0.1  # least time between looks at a server that is never quiet
-BUDGET_SHARE = 0.007  # of one core, for ticks, scrapes and wakes together, the server's part included
+BUDGET_SHARE = 0.006  # of one core, for ticks, scrapes and wakes together, the server's part included
 BUDGET_MOST_S = 0.01  # what is saved up in quiet times: some fifteen looks
 WAKE_COST_S = 0.0005  # the server's part: HTTP, the batcher's thread, the answer
 WAKE_COST_PER_BYTE_S = 0.8e-9  # of the zeros that it carries
 WAKES_MOST = 8  # for a model of which no execution ends: that one is long, and its end is seen
-WAIT_MOST_S = 0.32
+FIRST_WAIT_S = 0.05  # wakes follow each other after 50, 100, 200 ms
+WAIT_MOST_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Lookout:
         self._last: tuple[float, float] | None = None
         self._server_cpu_s: float | None = None
         self._happened = True  # something, since the last look
+        self.has_news = True  # requests had arrived at the last look
         self._is_quiet = False
         self._rested = False  # since the last tick
         self._quiet_s = self._active_s = float("-inf")
@@ -106,13 +108,15 @@ class Lookout:
         """Which models to wake after a look at `seen`, that cost the server `cost_s`.
 
         `waiting`: how many of our own wakes have no answer yet: they are pending too. `server_cpu_s`: its CPU time after the
-        look, so that the look itself is not taken for work.
+        look, so that the look itself is not taken for work; None when it did other work meanwhile.
         """
-        if server_cpu_s is not None:
+        if server_cpu_s is not None and self._is_quiet:
             self._server_cpu_s = server_cpu_s
         self._budget_s -= cost_s
         since_s, before = now_s - self._looked_s, self._seen
-        self._looked_s, self._seen, self._happened = now_s, seen, False
+        self._looked_s, self._seen = now_s, seen
+        self._happened = not self._is_quiet  # what came after the text was written is looked for when silence falls
+        self.has_news = any(model not in before or before[model].arrived != seen[model].arrived for model in seen)
         woken, self._woken = self._woken, {}
         chosen = []
         for model, counts in seen.items():
@@ -124,8 +128,12 @@ class Lookout:
             if not self._is_quiet and arrived * TICK_S >= since_s:
                 self._stuck.pop(model, None)  # requests arrive at every tick: each wakes the batcher
                 continue
-            if model not in self._stuck or counts.executed != (earlier.executed if earlier else 0):
-                self._stuck[model] = _Stuck(now_s, TICK_S)
+            if earlier is None or counts.executed != earlier.executed:
+                # An execution has ended, and what waits was not taken at its end.
+                self._stuck[model] = _Stuck(now_s, FIRST_WAIT_S)
+            elif model not in self._stuck:
+                # The instance is likely to work for those that came before: its end will be seen.
+                self._stuck[model] = _Stuck(now_s + FIRST_WAIT_S, FIRST_WAIT_S)
             if self._stuck[model].is_due(now_s):
                 chosen.append(self._wake(model, now_s))
         for model in [model for model in self._stuck if model not in seen]:

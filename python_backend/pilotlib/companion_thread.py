@@ -38,6 +38,7 @@ FAILURES_TOLD = 5  # a server that starts or stops does not answer now and then
 SELF_WAKING = b"pilot_wakes_total"
 COST_OF_LOOK_S = 0.0005  # until one was measured
 COSTS_KEPT = 9
+CLEAN_COST = 1.5  # of the median: when a look costs the server more, it did something else at the same time
 INPUT, OUTPUT = "milliseconds", "slept"
 
 
@@ -163,9 +164,10 @@ class Companion:
                 lookout = Lookout()
                 continue
             server_cpu_s = self._server_cpu_s()
-            rests = rests + 1 if lookout.is_at_rest(server_cpu_s) else 0
-            if rests == 0:
+            rests += 1
+            if not lookout.is_at_rest(server_cpu_s):
                 self._try_tick(lookout, server_cpu_s)
+                rests = 0 if lookout.has_news else rests
             # NOTE: not Event.wait, which takes locks and twice the CPU time.
             time.sleep(IDLE_TICK_S if rests * TICK_S > IDLE_AFTER_S else TICK_S)
 
@@ -197,10 +199,9 @@ class Companion:
             self._read_new_configs(set(everything))
             own = names(text, SELF_WAKING)
             mine = {m: c for m, c in everything.items() if m[0] not in own and self._wake_of(m) is not None}
-            # Half of the costs lie below the median: what else the server did at the same time is not ours.
-            wanted += lookout.looked(
-                now_s, mine, waiting, sorted(self._costs)[len(self._costs) // 2], self._server_cpu_s()
-            )
+            usual_s = sorted(self._costs)[len(self._costs) // 2]
+            is_clean = cost_s < CLEAN_COST * usual_s
+            wanted += lookout.looked(now_s, mine, waiting, usual_s, self._server_cpu_s() if is_clean else None)
         for model in wanted:
             self._send(model, lookout)
 
