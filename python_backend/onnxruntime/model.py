@@ -22,6 +22,7 @@ from pilotlib.parameters import ParameterError, parse
 from pilotlib.rows import RowRunner
 from pilotlib.signature import ContradictionError, check, complete, is_complete
 from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
+from pilotlib.told import printable, text_of
 
 REFUSALS = (ContradictionError, ModelFileError, ParameterError)
 
@@ -40,7 +41,7 @@ class TritonPythonModel:
             session = OnnxSession(model_path(config, Path(pb_utils.get_model_dir())), options)
             complete(config, session.signature)
         except REFUSALS as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+            raise pb_utils.TritonModelException(text_of(error)) from None
         return auto_complete_model_config
 
     def initialize(self, args):
@@ -60,7 +61,7 @@ class TritonPythonModel:
             session = OnnxSession(path, options, parameters.memory_arena_shrinkage)
             check(config, session.signature)
         except REFUSALS as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+            raise pb_utils.TritonModelException(text_of(error)) from None
 
         self._session = session
         self._has_batch_dimension = config["max_batch_size"] > 0
@@ -86,7 +87,7 @@ class TritonPythonModel:
         self._intake, more = intake_of(args, config, parameters)
         if args["model_instance_name"].endswith("_0"):
             for remark in remarks + more_remarks + more:
-                pb_utils.Logger.log_warn(f'model "{name}": {remark}')
+                pb_utils.Logger.log_warn(printable(f'model "{name}": {remark}'))
         settle()
 
     def execute(self, requests):
@@ -197,8 +198,8 @@ class TritonPythonModel:
 
     def _refusal(self, error, inputs=None):
         if isinstance(error, KeyError):
-            error = f"input {error} is missing"
-        said = f"onnxruntime: {error}"
+            error = ValueError(f"input {error} is missing")
+        said = f"onnxruntime: {text_of(error)}"
         if inputs is not None and (name := input_at_fault(said, inputs)) is not None:
             said = f'"{name}": {said}'
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(said, pb_utils.TritonError.INVALID_ARG))

@@ -18,6 +18,7 @@ from pilotlib.deadlines import LATE, DeadlineParameterError, deadline_ns
 from pilotlib.loopback import WAKE_PARAMETER
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
+from pilotlib.told import text_of
 from pilotlib.waker import WAKE_ANSWER, Waker
 from pilotlib.wakes import waker_of
 
@@ -105,7 +106,7 @@ class Intake:
                 deadline = deadline_ns(parameters)
             except DeadlineParameterError as error:
                 away[place] = pb_utils.InferenceResponse(
-                    error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+                    error=pb_utils.TritonError(text_of(error), pb_utils.TritonError.INVALID_ARG)
                 )
                 continue
             if deadline is None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pilotlib.tensors import Array
+from pilotlib.told import in_quotes
 from pilotlib.verbs import BadRequest
 
 NUMBERS, TEXTS = "numbers", "texts"
@@ -348,7 +349,7 @@ def _indices_by_word(column: WordColumn) -> Mapping[bytes, int]:
 
 def _shown(word: bytes) -> str:
     text = word[: 4 * SHOWN_CHARACTERS].decode(errors="ignore")
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return in_quotes(text) if len(text) <= SHOWN_CHARACTERS else in_quotes(text[:SHOWN_CHARACTERS]) + "..."
 
 
 def _listed(columns: Sequence[NumberColumn] | Sequence[TextColumn]) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 
 from pilotlib import instance
 from pilotlib.tensors import DTYPES, DTYPES_BY_CONFIG, STRING, Array
-from pilotlib.verbs import Backend, Infer, InferError, answers
+from pilotlib.verbs import Backend, BadRequest, Infer, InferError, answers, told
 
 
 class Ask(Protocol):
@@ -49,6 +49,10 @@ class Case:
     error: str = ""
     tolerance: float = 0.0
     """For floating point: |found - expected| <= tolerance * (1 + |expected|)."""
+
+
+class FaultError(RuntimeError):
+    """The backend's code failed on a request: the text is what a client is told, the cause is what was raised."""
 
 
 class CheckError(AssertionError):
@@ -122,7 +126,7 @@ def in_process(
 class _InProcess:
     def __init__(self, backend: Backend[Any, Any, Any], config: Mapping[str, Any]) -> None:
         self._backend, self._config = backend, config
-        self._outputs = instance.Outputs(config)
+        self._outputs = instance.Outputs(config, checks_shapes=backend.checks_shapes)
 
     def __call__(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         (found,) = self.together([inputs])
@@ -134,16 +138,31 @@ class _InProcess:
         refused = [refusal(self._config, inputs) for inputs in requests]
         good = [inputs for inputs, why in zip(requests, refused, strict=True) if not why]
         given = iter(answers(self._backend, good) if good else [])
-        return [ValueError(why) if why else self._checked(next(given)) for why in refused]
+        return [
+            ValueError(why) if why else self._checked(inputs, next(given))
+            for inputs, why in zip(requests, refused, strict=True)
+        ]
 
-    def _checked(self, answer: Mapping[str, Array] | Exception) -> Mapping[str, Array] | Exception:
-        if isinstance(answer, Exception):
-            return answer
+    def _checked(
+        self, inputs: Mapping[str, Array], answer: Mapping[str, Array] | BaseException
+    ) -> Mapping[str, Array] | Exception:
+        if isinstance(answer, BaseException):
+            return _as_told(answer)
         try:
+            found = self._outputs.checked(answer, self._outputs.names, self._outputs.rows_of(inputs))
             # Copied as Triton does: they may lie in buffers that the next request overwrites.
-            return {name: array.copy() for name, array in self._outputs.checked(answer, self._outputs.names).items()}
-        except instance.AnswerError as error:
-            return error
+            return {name: array.copy() for name, array in found.items()}
+        except Exception as error:  # noqa: BLE001  this request's error is its answer; its mates get theirs
+            return _as_told(error)
+
+
+def _as_told(error: BaseException) -> Exception:
+    """An exception whose text is what Triton's client would be told."""
+    if isinstance(error, (BadRequest, InferError)) and error.args == (told(error),):
+        return error
+    fault = FaultError(told(error))
+    fault.__cause__ = error
+    return fault
 
 
 def refusal(config: Mapping[str, Any], inputs: Mapping[str, Array]) -> str:

@@ -21,7 +21,8 @@ from pilotlib.deadlines import DEADLINE_PARAMETER, LATE
 from pilotlib.intake import Intake, intake_of
 from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
-from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers, forget_frames
+from pilotlib.told import printable, text_of
+from pilotlib.verbs import Backend, BadRequest, InferError, LateError, answers, forget_frames, told
 
 FAULTS_LOGGED = 32  # different faults of a backend's code that get a traceback in the log, per instance
 
@@ -57,8 +58,8 @@ class _TritonModel:
                 log=self._warn,
             )
         except (ValueError, OSError) as error:
-            raise pb_utils.TritonModelException(f"{self._prefix}{error}") from None
-        self._outputs = instance.Outputs(config)
+            raise pb_utils.TritonModelException(f"{self._prefix}{text_of(error)}") from None
+        self._outputs = instance.Outputs(config, checks_shapes=self.backend_class.checks_shapes)
         self._bf16_inputs = {entry["name"] for entry in config["input"] if entry["data_type"] == "TYPE_BF16"}
         self._intake, more_remarks = intake_of(args, config, common)
         if args["model_instance_name"].endswith("_0"):
@@ -76,10 +77,14 @@ class _TritonModel:
         self._backend.tear_down()
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
-        found = answers(self._backend, [self._read(request) for request in requests])
+        read = [self._read(request) for request in requests]
+        found = answers(self._backend, read)
         if late := sum(isinstance(answer, LateError) for answer in found):
             self._intake.count_late(late)
-        return [self._response(request, answer) for request, answer in zip(requests, found, strict=True)]
+        return [
+            self._response(request, inputs, answer)
+            for request, inputs, answer in zip(requests, read, found, strict=True)
+        ]
 
     def _read(self, request: Any) -> dict[str, Array] | BadRequest:
         arrays = {}
@@ -88,11 +93,13 @@ class _TritonModel:
             try:
                 arrays[name] = bits_from_dlpack(tensor.to_dlpack()) if name in self._bf16_inputs else tensor.as_numpy()
             except Exception as error:  # noqa: BLE001  Triton's objects raise bare exceptions for bytes they cannot read
-                return BadRequest(name, f"cannot be read: {error}")
+                return BadRequest(name, f"cannot be read: {text_of(error)}")
         return arrays
 
-    def _response(self, request: Any, answer: Mapping[str, Array] | Exception) -> Any:
-        if isinstance(answer, Exception):
+    def _response(
+        self, request: Any, inputs: Mapping[str, Array] | BadRequest, answer: Mapping[str, Array] | BaseException
+    ) -> Any:
+        if isinstance(answer, BaseException):
             refusal = self._refusal(answer)
             forget_frames(answer)
             return refusal
@@ -101,7 +108,8 @@ class _TritonModel:
             asked = request.requested_output_names()
             names = names if len(asked) == len(names) else tuple([name for name in names if name in asked])
         try:
-            tensors = self._outputs.checked(answer, names)
+            rows = instance.UNKNOWN if isinstance(inputs, BadRequest) else self._outputs.rows_of(inputs)
+            tensors = self._outputs.checked(answer, names, rows)
             return pb_utils.InferenceResponse([self._tensor(name, array) for name, array in tensors.items()])
         except Exception as error:  # noqa: BLE001  this request's error is its answer; its mates get theirs
             return self._refusal(error)
@@ -111,22 +119,20 @@ class _TritonModel:
             return pb_utils.Tensor.from_dlpack(name, dlpack_from_bits(array))
         return pb_utils.Tensor(name, array)
 
-    def _refusal(self, error: Exception) -> Any:
+    def _refusal(self, error: BaseException) -> Any:
+        text, code = told(error), pb_utils.TritonError.INTERNAL
         if isinstance(error, BadRequest):
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
-        if isinstance(error, LateError):
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
-        if isinstance(error, InferError):
-            text = str(error)
-        else:
-            text = f"{type(error).__name__}: {error}"
+            code = pb_utils.TritonError.INVALID_ARG
+        elif isinstance(error, LateError):
+            code = pb_utils.TritonError.UNAVAILABLE
+        elif not isinstance(error, InferError):
             self._log_fault(error)
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, pb_utils.TritonError.INTERNAL))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
 
-    def _log_fault(self, error: Exception) -> None:
+    def _log_fault(self, error: BaseException) -> None:
         """A fault in the backend's code, where it happened; each place once."""
         frames = traceback.extract_tb(error.__traceback__)
-        place = f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
+        place = f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else told(error)
         if place not in self._faults and len(self._faults) < FAULTS_LOGGED:
             self._faults.add(place)
             self._warn(
@@ -160,7 +166,7 @@ class _TritonModel:
         return {tensor.name(): tensor.as_numpy().copy() for tensor in response.output_tensors()}
 
     def _warn(self, line: str) -> None:
-        pb_utils.Logger.log_warn(self._prefix + line)
+        pb_utils.Logger.log_warn(printable(self._prefix + line))
 
 
 def _device(backend_class: type[Backend[Any, Any, Any]], args: Mapping[str, str], backend: str) -> str:

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
 from pilotlib.tensors import Array
+from pilotlib.told import printable, text_of
 
 P = TypeVar("P")  # the parameters
 I = TypeVar("I")  # an item: one request, decoded  # noqa: E741
@@ -35,7 +38,7 @@ class BadRequest(ValueError):  # noqa: N818  it is the caller's request that is 
     """A request cannot be answered, through its own fault: `BadRequest("photo", "row 3 is no image")`."""
 
     def __init__(self, field: str, why: str) -> None:
-        super().__init__(f'"{field}": {why}')
+        super().__init__(printable(f'"{field}": {why}'))
         self.field = field
 
 
@@ -85,6 +88,9 @@ class Backend(Generic[P, I, R]):
     runs_on_gpu: ClassVar[bool] = False
     """Whether GPU instances are taken; otherwise a config that asks for one (Triton's default where there is a GPU) is refused."""
 
+    checks_shapes: ClassVar[bool] = True
+    """Whether the shapes of answers must be those of config.pbtxt; otherwise they are passed on, as Triton's own backends do."""
+
     def set_up(self, context: Context[P]) -> None:
         """Load files, allocate buffers, run a first prediction. A ValueError or OSError refuses the model, its text is shown."""
 
@@ -104,7 +110,9 @@ class Backend(Generic[P, I, R]):
         raise NotImplementedError
 
     def encode(self, result: R) -> Mapping[str, Array]:
-        """A result -> one request's outputs. Arrays may lie in buffers that the next `predict` overwrites.
+        """A result -> one request's outputs, shaped as config.pbtxt says, with the request's rows where the model has rows.
+
+        Arrays may lie in buffers that the next `predict` overwrites.
 
         Outputs that the request did not ask for are dropped. BF16 is given, and taken, as uint16 bit patterns.
         """
@@ -116,12 +124,13 @@ class Backend(Generic[P, I, R]):
 
 def answers(
     backend: Backend[Any, Any, Any], requests: Sequence[Mapping[str, Array] | BadRequest]
-) -> list[Mapping[str, Array] | Exception]:
+) -> list[Mapping[str, Array] | BaseException]:
     """One answer per request, in their order: its outputs, or the error that is its own and nobody else's.
 
-    A BadRequest in place of a request (it could not even be read) is passed through.
+    A BadRequest in place of a request (it could not even be read) is passed through. SystemExit is an error like any other;
+    KeyboardInterrupt and GeneratorExit are raised.
     """
-    found: list[Mapping[str, Array] | Exception] = [MISSING] * len(requests)
+    found: list[Mapping[str, Array] | BaseException] = [MISSING] * len(requests)
     places, items = [], []
     for place, request in enumerate(requests):
         if isinstance(request, BadRequest):
@@ -129,7 +138,9 @@ def answers(
             continue
         try:
             items.append(backend.decode(request))
-        except Exception as error:  # noqa: BLE001  this request's error is its answer; its mates go on
+        except NOT_A_FAULT:
+            raise
+        except BaseException as error:  # noqa: BLE001  this request's error is its answer; its mates go on
             found[place] = error
             continue
         places.append(place)
@@ -139,6 +150,13 @@ def answers(
 
 
 MISSING = RuntimeError("the backend gave no answer")
+NOT_A_FAULT = (KeyboardInterrupt, GeneratorExit)
+
+
+def told(error: BaseException) -> str:
+    """What the client is told of an error: a refusal's own words, otherwise the type of the fault and its text."""
+    text = text_of(error)
+    return text if isinstance(error, (BadRequest, InferError)) else f"{type(error).__name__}: {text}"
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -155,13 +173,15 @@ def _predict(
     backend: Backend[Any, Any, Any],
     places: Sequence[int],
     items: Sequence[Any],
-    found: list[Mapping[str, Array] | Exception],
+    found: list[Mapping[str, Array] | BaseException],
 ) -> None:
     try:
         results = backend.predict(items)
         if len(results) != len(items):
             raise RuntimeError(f"predict gave {len(results)} results for {len(items)} items")
-    except Exception as error:  # noqa: BLE001  one item must not spoil its mates: halve until it is alone
+    except NOT_A_FAULT:
+        raise
+    except BaseException as error:  # noqa: BLE001  one item must not spoil its mates: halve until it is alone
         if len(items) == 1:
             found[places[0]] = error
             return
@@ -178,9 +198,14 @@ def _predict(
             continue
         try:
             found[place] = backend.encode(result)
-        except Exception as error:  # noqa: BLE001  as above
+        except NOT_A_FAULT:
+            raise
+        except BaseException as error:  # noqa: BLE001  as above
             found[place] = error
 
 
-def _copied(answer: Mapping[str, Array] | Exception) -> Mapping[str, Array] | Exception:
-    return answer if isinstance(answer, Exception) else {name: array.copy() for name, array in answer.items()}
+def _copied(answer: Any) -> Any:
+    """Of what an answer should be; whoever sends it says what is wrong with another thing."""
+    if not isinstance(answer, Mapping):
+        return answer
+    return {name: array.copy() if isinstance(array, np.ndarray) else array for name, array in answer.items()}

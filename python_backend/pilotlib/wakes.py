@@ -12,6 +12,7 @@ from typing import Any
 from pilotlib.loopback import ENDPOINT_VARIABLE, answer, http_endpoint, parent_command_line, post, wake_request, zeros
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
+from pilotlib.told import printable
 from pilotlib.waker import WAKE_ID, Waker, plan, wait_us
 
 
@@ -53,7 +54,7 @@ def waker_of(
         lambda: post(endpoint, request),
         answer,
         after_us=wait_us(config, parameters.pilot_wake_after_us),
-        complain=lambda line: pb_utils.Logger.log_warn(f'model "{model}": {line}'),
+        complain=lambda line: pb_utils.Logger.log_warn(printable(f'model "{model}": {line}')),
         count=count,
     )
     return waker, remarks

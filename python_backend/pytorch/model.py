@@ -27,6 +27,7 @@ class Pytorch(Backend[TorchParameters, Item, Result]):
 
     parameters = TorchParameters
     ignores_unknown_parameters = True  # as Triton's
+    checks_shapes = False  # as Triton's
     runs_on_gpu = True
 
     def set_up(self, context: Context[TorchParameters]) -> None:

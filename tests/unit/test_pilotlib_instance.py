@@ -12,6 +12,7 @@ from pilotlib.parameters import ParameterError, parameter
 from pilotlib.verbs import Backend, Context
 
 CONFIG = {
+    "max_batch_size": 1,
     "input": [],
     "output": [
         {"name": "label", "data_type": "TYPE_STRING", "dims": [1]},
@@ -89,3 +90,75 @@ def test_an_answer_that_the_config_does_not_promise_is_a_fault_of_the_backend() 
         outputs.checked({"label": np.array([[b"a"]])}, outputs.names)
     with pytest.raises(AnswerError, match='"score" as float64, its config says TYPE_FP32'):
         outputs.checked({"score": np.ones((1, 1))}, ["score"])
+
+
+def shaped(*dims: int, rows: int = 8, reshape: list[int] | None = None, checks_shapes: bool = True) -> Outputs:
+    more = {} if reshape is None else {"reshape": {"shape": reshape}}
+    entry = {"name": "y", "data_type": "TYPE_FP32", "dims": [str(dim) for dim in dims], **more}
+    config = {"max_batch_size": rows, "input": [{"name": "x", "dims": [1]}], "output": [entry]}
+    return Outputs(config, checks_shapes=checks_shapes)
+
+
+def answered(outputs: Outputs, shape: tuple[int, ...]) -> tuple[int, ...]:
+    inputs: Any = {"START": np.ones((1,)), "x": np.ones((2, 1))}
+    return outputs.checked({"y": np.ones(shape, np.float32)}, ["y"], outputs.rows_of(inputs))["y"].shape
+
+
+@pytest.mark.parametrize(
+    ("outputs", "shape"),
+    [
+        (shaped(3), (2, 3)),
+        (shaped(-1, 3), (2, 7, 3)),
+        (shaped(), (2,)),
+        (shaped(3, rows=0), (3,)),
+        (shaped(-1, 3, rows=0), (5, 3)),
+        (shaped(1, reshape=[]), (2,)),
+        (shaped(1, reshape=[]), (2, 1)),
+        (shaped(4, reshape=[2, 2]), (2, 2, 2)),
+        (shaped(3, checks_shapes=False), (9,)),
+    ],
+)
+def test_shapes_that_the_config_promises_pass(outputs: Outputs, shape: tuple[int, ...]) -> None:
+    assert answered(outputs, shape) == shape
+
+
+@pytest.mark.parametrize(
+    ("outputs", "shape", "says"),
+    [
+        (shaped(3), (4, 3), "of shape [4, 3] for a request of 2 rows, expected is [2, 3]: its rows and then the dims"),
+        (shaped(3), (0, 3), "of shape [0, 3] for a request of 2 rows, expected is [2, 3]"),
+        (shaped(3), (2, 6), "of shape [2, 6] for a request of 2 rows, expected is [2, 3]"),
+        (shaped(3), (2,), "of shape [2] for"),
+        (shaped(3), (), "of shape [] for"),
+        (shaped(-1, 3), (2, 7, 4), "expected is [2, -1, 3]"),
+        (shaped(-1, 3), (2, 3), "expected is [2, -1, 3]"),
+        (shaped(3, rows=0), (4,), "of shape [4], expected is [3]: the dims of config.pbtxt"),
+        (shaped(4, reshape=[2, 2]), (2, 2, 3), "expected is [2, 2, 2]"),
+    ],
+)
+def test_a_shape_that_the_config_does_not_promise_is_named(outputs: Outputs, shape: tuple[int, ...], says: str) -> None:
+    with pytest.raises(AnswerError, match='the backend made output "y" of shape') as caught:
+        answered(outputs, shape)
+    assert says in str(caught.value)
+
+
+def test_rows_are_checked_only_where_they_are_known() -> None:
+    outputs = shaped(3)
+    assert outputs.rows_of({"START": np.ones((1,))}) == -1
+    assert outputs.checked({"y": np.ones((5, 3), np.float32)}, ["y"])["y"].shape == (5, 3)
+    assert shaped(3, rows=0).rows_of({"x": np.ones((2, 1))}) == -1
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "no outputs by name, but a value of type NoneType"),
+        ([np.ones(1)], "no outputs by name, but a value of type list"),
+        ({"y": [[1.0]]}, 'output "y" as list, not as a numpy array'),
+        ({"y": np.float32(1)}, 'output "y" as float32, not as a numpy array'),
+        ({3: np.ones(1)}, 'no output "y", but: 3'),
+    ],
+)
+def test_an_answer_that_is_no_answer_is_named(answer: Any, says: str) -> None:
+    with pytest.raises(AnswerError, match=says):
+        shaped(3).checked(answer, ["y"], 1)

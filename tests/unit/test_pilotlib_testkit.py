@@ -122,3 +122,49 @@ def test_a_model_file_is_loaded_as_triton_does_it(tmp_path: Path) -> None:
     with in_process(tmp_path / "serving.py", config, tmp_path) as ask:
         asked = {"word": np.array([[b"tree"], [b"boat"]], np.object_)}
         check(ask, Case("known", asked, {"known": np.array([[True], [False]])}))
+
+
+class Faulty(Half):
+    """Fails as its input says, in `decode` or with what it answers."""
+
+    def decode(self, inputs: Any) -> Any:
+        value = inputs["x"][0, 0]
+        if value == -1:
+            raise RuntimeError("caf\udcff \x00 end")
+        if value == -2:
+            raise SystemExit(3)
+        if value == -3:
+            raise BadRequest("x", "a\x00b")
+        return inputs["x"]
+
+    def predict(self, items: Any) -> Any:
+        return [item / 2 for item in items]
+
+    def encode(self, result: Any) -> Any:
+        odd = {-2: [result], -3: {"y": np.repeat(result, 2, 0)}, -4: {"y": result[:, :1]}, -5: {"y": [[1]]}}
+        return odd.get(int(result[0, 0]), {"y": result})
+
+
+FAULTS = [
+    Case("no UTF-8", {"x": rows(-1)}, error=r"RuntimeError: caf\udcff \x00 end"),
+    Case("exit", {"x": rows(-2)}, error="SystemExit: 3"),
+    Case("refused", {"x": rows(-3)}, error=r'"x": a\x00b'),
+    Case(
+        "no outputs",
+        {"x": rows(-4)},
+        error="AnswerError: the backend made no outputs by name, but a value of type list",
+    ),
+    Case("rows", {"x": rows(-6)}, error='output "y" of shape [2, 2] for a request of 1 row, expected is [1, 2]'),
+    Case("dims", {"x": rows(-8)}, error='output "y" of shape [1, 1] for a request of 1 row, expected is [1, 2]'),
+    Case("no array", {"x": rows(-10)}, error='output "y" as list, not as a numpy array'),
+]
+
+
+def test_an_error_has_the_text_that_tritons_client_is_told_and_mates_have_answers() -> None:
+    with in_process(Faulty, CONFIG) as ask:
+        for case in FAULTS:
+            check(ask, case)
+        check_mates(ask, [each for case in FAULTS for each in (case, MATE)])
+        with pytest.raises(testkit.FaultError) as caught:
+            ask({"x": rows(-2)})
+    assert isinstance(caught.value.__cause__, SystemExit)
