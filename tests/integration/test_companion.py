@@ -113,7 +113,7 @@ def slowest_of_pairs(server: EmbeddedServer, model: str, pairs: int = PAIRS) -> 
             time.sleep(0.005)
             second = threads.submit(ask)
             found.append(max(first.result(), second.result()))
-            time.sleep(0.2)
+            time.sleep(0.5)  # so that the companion can afford each
         return found
 
 
@@ -131,7 +131,7 @@ def test_a_model_in_c_stalls_without_the_companion_and_not_with_it(make_reposito
         pytest.skip(f"the race that makes the stall was never lost in {PAIRS} pairs: nothing to cure")
 
     stalls = [sum(seconds >= STALL_S for seconds in each) for each in (without, companied)]
-    assert stalls[1] < stalls[0] / 2
+    assert stalls[1] <= stalls[0] / 2, (without, companied)
     assert np.median(companied) < 0.3
     assert needed == 1
     assert wakes is not None
