@@ -95,6 +95,7 @@ class AsyncClient:
         self._lanes: dict[Key, Lane] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls: set[Call] = set()
+        self._asking: set[asyncio.Future[None]] = set()  # one for each call that waits for its model's description
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -162,8 +163,15 @@ class AsyncClient:
         for lane in list(self._lanes.values()):
             self._send_all(lane)
         until = time.monotonic() + grace_s
-        while self._tasks and (left := until - time.monotonic()) > 0:
-            await asyncio.wait(list(self._tasks), timeout=left)
+        while (left := until - time.monotonic()) > 0:
+            # Callers, not tasks: a question or request that nobody waits for any more may be on its way for long.
+            pending: list[asyncio.Future[Any]] = [
+                *(call.future for call in self._calls if not call.future.done()),
+                *self._asking,
+            ]
+            if not pending:
+                break
+            await asyncio.wait(pending, timeout=left)
         for call in list(self._calls):
             call.fail(
                 ClosedError(f"The client was closed, and there was no answer within {grace_s:g} s. Make a new client.")
@@ -376,6 +384,8 @@ class AsyncClient:
 
     async def _described(self, model: str, version: str, deadline: float) -> Served:
         """The model's description; concurrent first calls share the question."""
+        if not _is_sendable(model + version):
+            raise InputError(f"No server has a model {model!r}. Nothing was sent. Correct the name.", "model")
         task = self._describing.get((model, version))
         if task is None:
             task = asyncio.create_task(
@@ -391,7 +401,14 @@ class AsyncClient:
                     task.exception()  # whoever waited has it
 
             task.add_done_callback(ended)
-        done, _ = await asyncio.wait({task}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        loop = asyncio.get_running_loop()
+        asking: asyncio.Future[None] = loop.create_future()
+        self._asking.add(asking)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, deadline - loop.time()))
+        finally:
+            self._asking.discard(asking)
+            asking.set_result(None)
         if not done:
             raise DeadlineError(
                 f"The deadline passed before any server described the model {model}. Ask for more time."
@@ -405,6 +422,14 @@ class AsyncClient:
     async def _describe(self, endpoint: Endpoint, model: str, version: str) -> Served:
         found = self._served[model, version] = await self._server(endpoint).describe(model, version)
         return found
+
+
+def _is_sendable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_header(text: str) -> bool:

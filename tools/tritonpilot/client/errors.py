@@ -7,7 +7,7 @@
     ├── ModelFaultError          the model failed on these inputs: look at the server's log           no
     ├── DeadlineError            the time was over: ask for more, or for less                         yes
     ├── RejectedError            refused for now: queue full, rate exceeded, model loading, ...       yes, by the client too
-    ├── DisconnectedError        no endpoint can be reached, or the connection broke                  yes, by the client too
+    ├── DisconnectedError        no endpoint can be reached, it broke off, or it is no Triton         yes, by the client too
     └── ClosedError              the client was closed, or belongs to the process before a fork       no
 
 The client itself repeats what says so above, within the deadline, a number of attempts and a budget. Predicting changes
@@ -65,7 +65,7 @@ class RejectedError(CallError):
 
 
 class DisconnectedError(CallError):
-    """No connection, or it broke before the answer."""
+    """No connection, or it broke before the answer, or what answers is no Triton."""
 
     is_retryable = True
 

@@ -88,7 +88,10 @@ class Checked:
 
 
 def from_config(config: Mapping[str, Any], version: str = "") -> Served:
-    """Read Triton's ModelConfig in JSON form (over HTTP numbers are numbers, over gRPC strings)."""
+    """Read Triton's ModelConfig in JSON form (over HTTP numbers are numbers, over gRPC strings).
+
+    Raises InputError for a model that takes no calls like ours; what is no ModelConfig raises what Python raises there.
+    """
     name = str(config["name"])
     inputs = {each.name: each for each in map(_tensor, config.get("input", ()))}
     outputs = {each.name: each for each in map(_tensor, config.get("output", ()))}
@@ -99,6 +102,8 @@ def from_config(config: Mapping[str, Any], version: str = "") -> Served:
             "model",
         )
     largest = int(config.get("max_batch_size", 0))
+    if largest < 0:
+        raise ValueError(f"max_batch_size is {largest}")
     stated = config.get("parameters", {}).get(CLASSES, {}).get("string_value", "")
     classes = {label: int(level) for label, _, level in (part.partition(":") for part in stated.split(",") if part)}
     may_join = largest > 1 and not _is_padded(inputs, outputs) and "sequence_batching" not in config
@@ -116,13 +121,11 @@ def from_metadata(metadata: Mapping[str, Any], version: str = "") -> Served:
     is_batched = bool(shapes) and all(shape[:1] == [-1] for shape in shapes)
     inputs, outputs = (
         {
-            str(entry["name"]): Tensor(
-                str(entry["name"]),
-                str(entry["datatype"]),
-                tuple(int(dim) for dim in entry.get("shape", ()))[1 if is_batched else 0 :],
-                is_optional=True,
+            each.name: each
+            for each in (
+                _made(entry, entry["datatype"], entry.get("shape", ())[1 if is_batched else 0 :], is_optional=True)
+                for entry in entries[kind]
             )
-            for entry in entries[kind]
         }
         for kind in entries
     )
@@ -224,12 +227,19 @@ def _is_padded(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> b
 
 def _tensor(entry: Mapping[str, Any]) -> Tensor:
     data_type = str(entry["data_type"]).removeprefix("TYPE_")
-    return Tensor(
-        str(entry["name"]),
+    return _made(
+        entry,
         "BYTES" if data_type == "STRING" else data_type,
-        tuple(int(dim) for dim in entry.get("dims", ())),
-        bool(entry.get("optional", False)),
+        entry.get("dims", ()),
+        is_optional=bool(entry.get("optional", False)),
     )
+
+
+def _made(entry: Mapping[str, Any], data_type: str, shape: Sequence[Any], *, is_optional: bool) -> Tensor:
+    name, dims = str(entry["name"]), tuple(int(dim) for dim in shape)
+    if data_type not in DTYPES or any(dim < -1 for dim in dims):
+        raise ValueError(f"the tensor {name} is {data_type} {list(dims)}")
+    return Tensor(name, data_type, dims, is_optional)
 
 
 def _array(served: Served, tensor: Tensor, value: Any) -> Array:

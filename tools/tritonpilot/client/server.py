@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from tritonclient.utils import serialize_byte_tensor
@@ -57,11 +57,16 @@ class Server:
 
     async def describe(self, model: str, version: str) -> Served:
         """What the model takes; from its metadata where its config is not for everybody. Raises a CallError."""
+        read: Callable[[Mapping[str, Any], str], Served] = served.from_config
         try:
-            config = await self._transport.config(model, version)
+            described = await self._transport.config(model, version)
         except (DeniedError, UnknownModelError):
-            return served.from_metadata(await self._transport.metadata(model, version), version)
-        return served.from_config(config, version)
+            read, described = served.from_metadata, await self._transport.metadata(model, version)
+        with self._transport.reading():
+            found = read(described, version)
+            if found.name != model:
+                raise ValueError(f"asked for the model {model}, it describes {found.name}")
+        return found
 
     async def infer(self, model: Served, request: Request, rows: int, errand: Errand) -> Mapping[str, Array]:
         """The outputs by name. Raises a CallError."""
@@ -123,8 +128,9 @@ async def _infer_through(
         )
     )
     arrays = dict(answer.arrays)
-    for name, shape in answer.placed_shapes.items():
-        arrays[name] = region.read(model.outputs[name].dtype, shape, plan.outputs[name])
+    with transport.reading():
+        for name, shape in answer.placed_shapes.items():
+            arrays[name] = region.read(model.outputs[name].dtype, shape, plan.outputs[name])
     return arrays
 
 

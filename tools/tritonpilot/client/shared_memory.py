@@ -87,9 +87,9 @@ class SystemRegion(Region):
             # NOTE: not ftruncate, which succeeds on a full /dev/shm and lets the first write end this process (SIGBUS).
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self._path.unlink()
-            raise UnavailableError(f"{FOLDER} has no {size} bytes to give: {error.strerror}.") from None
+            raise UnavailableError(f"{FOLDER} has no {size} bytes to give: {error}.") from None
         finally:
             os.close(descriptor)
         self._bytes: Array = np.frombuffer(self._map, np.uint8)
@@ -261,7 +261,9 @@ class Regions:
         until = time.monotonic() + RELEASE_S
         while True:
             try:
-                await region.unregister(self._transport)
+                await asyncio.wait_for(region.unregister(self._transport), RELEASE_S)
+            except asyncio.TimeoutError:
+                break  # the server hangs, and close() must not
             except CallError as error:
                 if "in use" in str(error) and time.monotonic() < until:
                     await asyncio.sleep(RELEASE_POLL_S)

@@ -13,8 +13,10 @@ import http
 import json
 import math
 import re
+import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,7 @@ from tritonpilot.client.errors import (
     RejectedError,
     UnknownModelError,
 )
-from tritonpilot.client.served import Array
+from tritonpilot.client.served import DTYPES, Array
 
 CONNECT_S = 1.0
 CONNECTIONS = 512
@@ -41,6 +43,8 @@ CLASS_HEADER = "tritonpilot-class"
 DEADLINE_HEADER = "tritonpilot-deadline-ms"
 DEADLINE_PARAMETER = "pilot_deadline_ns"  # what our backends read
 LATE = "deadline exceeded before execution"  # what they answer after it
+# What Python and tritonclient raise where an answer is none of Triton's: no JSON, other keys, other types, other lengths.
+_NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error)
 _FIELD = re.compile(r"""(?:^|[,:] )"([^"]+)": |\binput '([^']+)'""")
 # What gRPC itself says under UNAVAILABLE when the connection, not the server, refuses.
 _BROKEN = ("connect", "socket", "goaway", "recvmsg", "sendmsg", "tcp", "dns", "ping timeout", "transport", "reset")
@@ -99,6 +103,14 @@ class Transport:
         self._client = client
         self._control_headers = {**headers, **control_headers}
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the reading of an answer: nonsense in it raises DisconnectedError, as there is no Triton where we ask."""
+        try:
+            yield
+        except _NONSENSE as error:
+            raise _no_triton(self._url, error) from error
+
     async def config(self, model: str, version: str) -> Mapping[str, Any]:
         """The model's config in JSON form."""
         raise NotImplementedError
@@ -149,7 +161,8 @@ class Transport:
                 **options,
             )
         )
-        return _answer(request, result)
+        with self.reading():
+            return _answer(request, result)
 
     async def register(self, name: str, key: str, size: int) -> None:
         """Let the server map the shared memory object of that key, as `name`."""
@@ -226,10 +239,9 @@ class _Http(Transport):
         return found
 
     async def regions(self) -> Sequence[str]:
-        headers = dict(self._control_headers)
-        return [
-            each["name"] for each in await self._call(self._client.get_system_shared_memory_status(headers=headers))
-        ]
+        found = await self._call(self._client.get_system_shared_memory_status(headers=dict(self._control_headers)))
+        with self.reading():
+            return [str(each["name"]) for each in found]
 
     async def _call(self, call: Any) -> Any:
         try:
@@ -240,6 +252,8 @@ class _Http(Transport):
             raise DisconnectedError(
                 f"The connection to {self._url} failed: {broken or type(broken).__name__}."
             ) from None
+        except _NONSENSE as error:
+            raise _no_triton(self._url, error) from error
 
 
 class _Grpc(Transport):
@@ -267,7 +281,8 @@ class _Grpc(Transport):
         answer = await self._call(
             self._client.get_model_config(model, version, headers=dict(self._headers), as_json=True)
         )
-        found: Mapping[str, Any] = answer["config"]
+        with self.reading():
+            found: Mapping[str, Any] = answer["config"]
         return found
 
     async def metadata(self, model: str, version: str) -> Mapping[str, Any]:
@@ -290,6 +305,8 @@ class _Grpc(Transport):
             call = refused.__context__  # grpc.aio.AioRpcError, from which tritonclient made this
             trailing: Any = call.trailing_metadata() if hasattr(call, "trailing_metadata") else None
             raise _error(self._url, said, status, dict(trailing or ())) from None
+        except _NONSENSE as error:
+            raise _no_triton(self._url, error) from error
 
 
 def _refusing(url: str, send: Any) -> Any:
@@ -335,12 +352,30 @@ def _answer(request: Request, result: Any) -> Answer:
     response = result.get_response()
     arrays, shapes = {}, {}
     for each in response["outputs"] if isinstance(response, dict) else response.outputs:
-        name, shape = (each["name"], each["shape"]) if isinstance(each, dict) else (each.name, each.shape)
+        name, shape, data_type = (
+            (each["name"], each["shape"], each["datatype"])
+            if isinstance(each, dict)
+            else (each.name, each.shape, each.datatype)
+        )
+        if data_type not in DTYPES:
+            raise ValueError(f"the output {name} is of the type {data_type}")
         if name in request.placed_outputs:
             shapes[name] = tuple(int(size) for size in shape)
         else:
             arrays[name] = result.as_numpy(name)
+            if arrays[name] is None:
+                raise ValueError(f"no values of the output {name}")
+    for name in request.outputs:
+        if name not in arrays and name not in shapes:
+            raise ValueError(f"no output {name}")
     return Answer(arrays, shapes)
+
+
+def _no_triton(url: str, error: Exception) -> DisconnectedError:
+    said = f"{type(error).__name__}: {error}"[:SAID_CHARACTERS]
+    return DisconnectedError(
+        f"{url} does not answer as a Triton does ({said}). Correct the endpoint, or look at what answers there."
+    )
 
 
 def _error(url: str, said: str, status: str, headers: Mapping[str, Any]) -> CallError:
