@@ -238,6 +238,30 @@ def test_damaged_samples_are_refused(services: Callable[..., list[Any]], tmp_pat
             build.plan(services())
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "is empty"), (b"a\nb\n\xb8\n", "is no UTF-8 text: invalid start byte at byte 4")],
+)
+def test_a_damaged_file_of_a_backend_is_refused(
+    scores: Callable[..., list[Any]], tmp_path: Path, content: bytes, says: str
+) -> None:
+    services = scores()
+    (tmp_path / "models/scores/build/labels.txt").write_bytes(content)
+    with pytest.raises(ModelError, match=f"build/labels.txt {says}"):
+        build.plan(services)
+
+
+def test_a_file_of_a_backend_of_ones_own_that_was_cut_off_is_refused(
+    scores: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    services = scores(
+        "{backend: labels, files: [build/labels.txt]", "{backend: labels, files: [build/labels.txt, h.json]"
+    )
+    (tmp_path / "models/scores/h.json").write_text('{"a": [1, 2')
+    with pytest.raises(ModelError, match="h.json is no JSON"):
+        build.plan(services)
+
+
 def test_strings_are_written_as_triton_reads_them(services: Callable[..., list[Any]], tmp_path: Path) -> None:
     identity(tmp_path / "models/iris/model.onnx", dims=("batch", 2), element=TensorProto.STRING)
     np.savez(tmp_path / "models/iris/samples.npz", x=np.array([["ä", "bc"]]))

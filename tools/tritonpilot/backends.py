@@ -8,11 +8,11 @@ the same, and a test compares the two.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tritonpilot import assets
 from tritonpilot.errors import ModelError, SpecError
 from tritonpilot.onnx_model import Signature, TensorSignature
 from tritonpilot.spec import INT32_MAX, DataType
@@ -46,6 +46,16 @@ def signature(backend: str, parameters: Parameters, files: Files, *, is_batched:
     return Signature(inputs, outputs)
 
 
+def check_files(backend: str | None, parameters: Parameters, files: Files) -> None:
+    """Raise ModelError for a file of the version folder that its reader will refuse, as far as that is cheap to see."""
+    for path in files.values():
+        assets.check(path)
+    if backend is not None and backend in _TEXTS:
+        parameter, default = _TEXTS[backend]
+        if (named := files.get(parameters.get(parameter, default))) is not None:
+            assets.text(named)
+
+
 def _image_decode(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001  one form for all rows
     size = _number(parameters, "size", 224)
     stated = parameters.get("data_type", "FP32")
@@ -55,7 +65,7 @@ def _image_decode(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG
 
 def _labels(parameters: Parameters, files: Files) -> Tensors:
     k = _number(parameters, "k", 5)
-    names = _file(files, parameters.get("labels", "labels.txt"), "labels").read_text(encoding="utf-8").splitlines()
+    names = assets.text(_file(files, parameters.get("labels", "labels.txt"), "labels")).splitlines()
     outputs = [_Tensor("label", "BYTES", (k,)), _Tensor("score", "FP32", (k,)), _Tensor("index", "INT32", (k,))]
     return [_Tensor("logits", "FP32", (len(names),))], outputs
 
@@ -78,15 +88,16 @@ def _embedding(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
 
 def _table(parameters: Parameters, files: Files) -> Tensors:
     path = _file(files, parameters.get("features", "features.json"), "table")
+    content = assets.json_content(path)
     try:
-        widths = json.loads(path.read_text(encoding="utf-8"))["widths"]
+        widths = content["widths"]
         numbers, texts, dense, categorical = (
             int(widths[name]) for name in ("numbers", "texts", "dense", "categorical")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(
-            f"{path} is no features file of the backend table: {error!r}. Nothing was changed. Make it again with the "
-            "training script."
+            f"{path} is no features file of the backend table: its widths do not hold numbers, texts, dense and categorical "
+            "as whole numbers. Nothing was changed. Make it again with the training script."
         ) from error
     inputs = [_Tensor("numbers", "FP32", (numbers,)), _Tensor("texts", "BYTES", (texts,))]
     outputs = [_Tensor("dense", "FP32", (dense,)), _Tensor("categorical", "INT64", (categorical,))]
@@ -115,6 +126,14 @@ _TENSORS: Mapping[str, Callable[[Parameters, Files], Tensors]] = {
     "table": _table,
     "boxes": _boxes,
     "ctc": _ctc,
+}
+
+
+#: Backend -> the parameter that names a text file of its own, and the name when it is not given.
+_TEXTS: Mapping[str, tuple[str, str]] = {
+    "labels": ("labels", "labels.txt"),
+    "ctc": ("characters", "characters.txt"),
+    "ocr": ("characters", "characters.txt"),
 }
 
 

@@ -200,6 +200,8 @@ def _plan_model(service: Service, target: Target) -> Plan:
                 f"{service.path}: the model file {path} does not exist. Nothing was changed. "
                 f"{_how_to_prepare(service, 'Put it there or correct model.file.')}"
             )
+    own = {name: path for name, path in files.items() if path.suffix != ".onnx"}  # which is read as a whole
+    backends.check_files(model.backend, model_config.parameters(service), own)
     signature = _signature(service, target, files)
     for path in [*files.values()] if model.backend is None else []:
         if path.suffix == ".onnx":

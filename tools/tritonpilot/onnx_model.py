@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
+from tritonpilot import assets
 from tritonpilot.errors import ModelError
 from tritonpilot.spec import DataType
 
@@ -56,11 +57,14 @@ def read_signature(path: Path) -> Signature:
     Raises ModelError when the file is no valid ONNX model or has inputs or outputs that Triton cannot carry.
     """
     model = _load(path)
-    weights = {initializer.name for initializer in model.graph.initializer}
-    return Signature(
-        inputs=tuple(_tensor(path, value) for value in model.graph.input if value.name not in weights),
-        outputs=tuple(_tensor(path, value) for value in model.graph.output),
-    )
+    try:
+        weights = {initializer.name for initializer in model.graph.initializer}
+        return Signature(
+            inputs=tuple(_tensor(path, value) for value in model.graph.input if value.name not in weights),
+            outputs=tuple(_tensor(path, value) for value in model.graph.output),
+        )
+    except UnicodeDecodeError as error:  # a damaged name
+        raise _invalid(path, assets.reason(error)) from error
 
 
 def external_files(path: Path) -> list[str]:
@@ -88,12 +92,17 @@ def _load(path: Path) -> onnx.ModelProto:
         model = onnx.load(str(path), load_external_data=False)
         onnx.checker.check_model(str(path))
     except (DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{path} is not a valid ONNX model: {reason}. Nothing was changed. Export it again, "
-            "or check that the file was copied whole."
-        ) from error
+        lines = "" if isinstance(error, UnicodeDecodeError) else str(error).strip()
+        reason = lines.splitlines()[0].rstrip(".") if lines and lines.splitlines()[0].isprintable() else ""
+        raise _invalid(path, reason or assets.reason(error)) from error
     return model
+
+
+def _invalid(path: Path, reason: str) -> ModelError:
+    return ModelError(
+        f"{path} is not a valid ONNX model: {reason}. Nothing was changed. Export it again, or check that the file was "
+        "copied whole."
+    )
 
 
 def _tensor(path: Path, value: onnx.ValueInfoProto) -> TensorSignature:

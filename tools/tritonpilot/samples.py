@@ -7,8 +7,6 @@ They become warmup data, perf_analyzer's input and the first inference of a star
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpilot import assets
 from tritonpilot.errors import ModelError
 
 #: numpy's names of Triton's data types; BYTES are numpy strings and BF16 the bit pattern as uint16.
@@ -49,9 +48,9 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
             f"The samples {path} do not exist. Nothing was changed. Make them (for the examples: "
             "`tritonpilot build --prepare`) or correct model.samples."
         ) from error
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # what numpy, zipfile and its decompressors meet in a damaged file is of any type
         raise ModelError(
-            f"{path} is not an .npz archive of plain arrays: {error}. Nothing was changed. Make it again "
+            f"{path} is not an .npz archive of plain arrays: {assets.reason(error)}. Nothing was changed. Make it again "
             "(strings: not as object arrays, but as `array.astype(str)` or `array.astype(bytes)`)."
         ) from error
     rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
