@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tritonpilot.errors import ModelError
+from tritonpilot.errors import HostError, ModelError
 from tritonpilot.onnx_model import Signature, TensorSignature
-from tritonpilot.quantize.data import Rows, read
+from tritonpilot.quantize.data import Rows, read, write
 
 CTR = Signature(
     (TensorSignature("dense", "FP32", (-1, 3)), TensorSignature("categorical", "INT64", (-1, 2))),
@@ -135,3 +136,32 @@ def test_missing_and_damaged_files_say_what_to_do(tmp_path: Path) -> None:
         read(path, CTR)
     with pytest.raises(ModelError, match=r"not as object arrays"):
         read(saved(tmp_path, arrays(label=np.array(["a"] * 7, object))), CTR)
+
+
+def test_what_is_written_is_read_again_and_is_the_same_each_time(tmp_path: Path) -> None:
+    content = arrays()
+    rows = Rows(content, {"hour": np.arange(7)}, np.arange(7.0), {"dense": ("a", "b", "c")})
+    for name in ("once", "twice"):
+        write(rows, tmp_path / name / "rows.npz")
+    again = read(tmp_path / "once/rows.npz", CTR)
+    np.testing.assert_array_equal(again.inputs["dense"], content["dense"])
+    assert again.label is not None
+    assert (again.slices["hour"].tolist(), again.label.tolist()) == (list(range(7)), list(range(7)))
+    assert again.columns == rows.columns
+    assert (tmp_path / "once/rows.npz").read_bytes() == (tmp_path / "twice/rows.npz").read_bytes()
+
+
+def test_a_write_that_fails_leaves_the_older_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npz"
+    write(Rows(arrays()), path)
+    before = path.read_bytes()
+
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))  # a file may not grow further, as on a full disk
+    try:
+        with pytest.raises(HostError, match=r"Cannot write .*half-written"):
+            write(Rows(arrays(rows=1000)), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.npz"]

@@ -5,12 +5,17 @@
     for feed in chosen.batches(64):    # {"dense": FP32[64,28], "categorical": INT64[64,8]}, the last one shorter
         session.run(None, feed)
 
+    write(rows, Path("models/ctr/build/evaluation.npz"))   # whole or not at all
+
 An .npz archive of plain arrays, n rows each: one per input of the model under its name, and optionally `label` and `slice.NAME`
 (an hour, a user group, a length bucket: what must not fare worse than the rest). `columns.INPUT` names the columns of an input.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpilot import samples
-from tritonpilot.errors import ModelError
+from tritonpilot.errors import HostError, ModelError
 from tritonpilot.onnx_model import Signature, TensorSignature
 
 LABEL = "label"
@@ -104,6 +109,38 @@ def read(path: Path, signature: Signature) -> Rows:
         {name: _column_names(path, name, array, inputs) for name, array in columns.items()},
         frozenset(tensor.name for tensor in signature.inputs if -1 in tensor.shape[1:]),
     )
+
+
+def write(rows: Rows, path: Path) -> None:
+    """Write what `read` reads, compressed. Until all of it is on disk, an older file of that name stays.
+
+    The same rows give the same bytes. Raises HostError when the file cannot be written.
+    """
+    arrays = {
+        **rows.inputs,
+        **({} if rows.label is None else {LABEL: rows.label}),
+        **{SLICE + name: array for name, array in rows.slices.items()},
+        **{COLUMNS + name: np.array(names) for name, names in rows.columns.items()},
+    }
+    content = io.BytesIO()  # a disk that fills up under zipfile leaves it without a way to close
+    np.savez_compressed(content, **arrays)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            Path(partial).chmod(0o644)
+            Path(partial).replace(path)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    except OSError as error:
+        raise HostError(
+            f"Cannot write {path}: {error}. What is there has not been replaced by anything half-written. Make room or "
+            "give yourself permission to write there, and start this again."
+        ) from error
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:

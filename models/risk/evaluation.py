@@ -1,0 +1,84 @@
+"""Write the rows that a smaller credit network is calibrated on and judged by.
+
+    python models/risk/evaluation.py --output models/risk/build
+
+Leaves calibration.npz and evaluation.npz in --output, as the network takes them from the table in front of it. Calibration: the
+loans of the train split as callers send them, some cells missing. Evaluation: the whole test split, as train.py judges it; only
+104 of its loans are bad, too few to share. `slice.term`, `slice.grade` and `slice.verification` are in both, `slice.state` only
+in the first (most states have no bad loan in the test split); the label is whether the loan was not paid back.
+Exit codes: those of tritonpilot.errors (7 something is missing), 2 usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+try:
+    import numpy as np
+
+    from models.risk import data, train
+    from models.script import exit_code
+    from pilotlib.table_fit import arrays, fit
+    from pilotlib.tensors import Array
+    from tritonpilot.quantize.data import Rows, write
+except ModuleNotFoundError as missing:
+    if __name__ != "__main__":
+        raise
+    print(
+        f"error: this Python ({sys.executable}) has no {missing.name}, which this needs. Nothing has been written. "
+        "Run `make setup` and start this again with .venv/bin/python.",
+        file=sys.stderr,
+    )
+    sys.exit(7)
+
+CALIBRATION = "calibration.npz"
+EVALUATION = "evaluation.npz"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the credit network's calibration and evaluation rows.")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
+    options = parser.parse_args(argv)
+
+    def work() -> None:
+        print("risk: reading 9,857 loans and fitting their table, about 5 s", file=sys.stderr)
+        for name, rows in zip((CALIBRATION, EVALUATION), make(), strict=True):
+            write(rows, options.output / name)
+            print(f"{options.output / name} {rows.count} rows")
+
+    return exit_code(work, options.output)
+
+
+def make() -> tuple[Rows, Rows]:
+    """(calibration, evaluation). Raises HostError when the data is absent or damaged."""
+    train_loans, test_loans = data.split(data.load())
+    table = fit(data.COLUMNS, train_loans.raw)
+    columns = {"dense": table.dense_names, "categorical": tuple(table.categorical_sizes)}
+    sent = train.requests(*arrays(data.COLUMNS, train_loans.raw))
+
+    def rows(inputs: tuple[Array, Array], loans: data.Loans, slices: dict[str, Array]) -> Rows:
+        dense, categorical = inputs
+        return Rows({"dense": dense, "categorical": categorical}, slices, loans.is_bad, columns)
+
+    calibration = rows(
+        table.transform(sent["numbers"], sent["texts"].astype(object)),
+        train_loans,
+        {**_slices(train_loans), "state": train_loans.raw["addr_state"].astype(str)},
+    )
+    return calibration, rows(table.transform(*arrays(data.COLUMNS, test_loans.raw)), test_loans, _slices(test_loans))
+
+
+def _slices(loans: data.Loans) -> dict[str, Array]:
+    return {
+        "term": loans.raw["term"].astype(str),
+        "grade": np.array([text[:1] for text in loans.raw["sub_grade"]]),
+        "verification": loans.raw["verification_status"].astype(str),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
