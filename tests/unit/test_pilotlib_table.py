@@ -210,6 +210,7 @@ def test_a_missing_hashed_text_has_index_zero(table: Table) -> None:
         ({"zip": b"94\x80"}, "texts", "row 0: zip is not UTF-8: invalid start byte at byte 2"),
         ({"zip": b"9411\xc3"}, "texts", "row 0: zip is not UTF-8: unexpected end of data at byte 4"),
         ({"term": "48"}, "texts", 'row 0: term has no value "48"'),
+        ({"term": "48\0\n\x1b"}, "texts", r'row 0: term has no value "48\x00\n\x1b"'),
         ({"term": "x" * 1_000_000}, "texts", f'row 0: term has no value "{"x" * 40}..."'),
         ({"term": ""}, "texts", "row 0: term is missing"),
     ],
