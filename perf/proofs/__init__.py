@@ -23,6 +23,7 @@ from perf.proofs import (
     stall,
     text,
     transports,
+    waker_cost,
 )
 
 CLAIMS = {
@@ -74,6 +75,8 @@ CLAIMS = {
               "same class sends ten times its quota; no error for the first", needs_quiet=True),
         Claim("deadlines", deadlines.deadlines, "ms after an execution", Bar("<=", 0), "how much later than its deadline and one "
               "execution the last of 10,000 answers with random deadlines was computed; callers hear of it in 20 ms, none is lost"),
+        Claim("waker_cost", waker_cost.waker_cost, "% of a core", Bar("<", 1), "largest part of a core that waking a 20 ms model "
+              "takes, by our backends' waker and by the companion, idle, at 30 % and saturated", needs_quiet=True),
         Claim("entry_cost", entry_cost.entry_cost, "of a direct request", Bar("<=", 2), "CPU time of a single-row ctr request over "
               "HTTP through the entry, entry and server together; 64 rows in the details", needs_quiet=True),
         Claim("strict_config_loads", generated.strict_config_loads, "of models", Bar(">=", 1), "share of generated models "
@@ -93,4 +96,5 @@ OPEN = {
     "noisy_neighbour": "the first run is to come",
     "deadlines": "the first run is to come",
     "entry_cost": "the first run is to come",
+    "waker_cost": "the first run is to come",
 }

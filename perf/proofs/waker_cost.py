@@ -20,7 +20,7 @@ import numpy as np
 from perf import memory
 from perf.frame import Bench, Outcome, median, spread
 from perf.open_loop import Request, Sender
-from pilotlib.loopback import Zeros, answer, post, wake_request
+from pilotlib.loopback import Line, Zeros, wake_request
 from pilotlib.waker import EXPIRED, WAKE_ID
 from tritonpilot import metrics, model_config
 from tritonpilot.errors import MeasurementError
@@ -222,7 +222,7 @@ def _subjects(bench: Bench) -> Iterator[dict[str, Subject]]:
             if companion:
                 _wait_until_probed(server)
                 thread = _metrics_thread(server)
-            server_s, own_s = _wake_s(server, names[0])
+            server_s, own_s = _wake_s(server, names[0], is_kept=not companion)
             for name in stubs:
                 pids = (server.pid, stubs[name], *([companion] if companion else []))
                 wake_s = server_s if companion else server_s + own_s
@@ -231,19 +231,23 @@ def _subjects(bench: Bench) -> Iterator[dict[str, Subject]]:
         yield found
 
 
-def _wake_s(server: EmbeddedServer, model: str) -> tuple[float, float]:
-    """CPU seconds of one wake among few, as they are sent: the server's and the sender's."""
+def _wake_s(server: EmbeddedServer, model: str, *, is_kept: bool) -> tuple[float, float]:
+    """CPU seconds of one wake among few, as they are sent: the server's and the sender's. The waker keeps its connection."""
     host, _, port = server.endpoints.http.rpartition(":")
-    wake = wake_request(WAKE_ID, model, 1, [Zeros("x", "FP32", (1, 1), 4)], "y", WAKE_LEVEL)
+    wake = wake_request(WAKE_ID, model, 1, [Zeros("x", "FP32", (1, 1), 4)], "y", WAKE_LEVEL, is_kept=is_kept)
+    line = Line((host, int(port)))
     before_s, own_before_s = time.clock_gettime(_clock(server.pid)), time.thread_time()
     for _ in range(WAKES):
-        answered = answer(post((host, int(port)), wake))
+        answered = line.answer(line.post(wake))
+        if not is_kept:
+            line.rest()
         if EXPIRED not in answered:
             raise MeasurementError(
                 f"A wake of {model} was answered {answered!r}. Nothing is reported. See the server's log."
             )
         time.sleep(WAKE_GAP_S)
     used_s, own_s = time.clock_gettime(_clock(server.pid)) - before_s, time.thread_time() - own_before_s
+    line.rest()
     return used_s / WAKES, own_s / WAKES
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import time
 
 
@@ -55,9 +56,12 @@ class Alarm:
         """Ring at once."""
         _settime(self._fd, 0, self._addresses[2], None)
 
-    def wait(self) -> None:
-        """Return when it has rung since the last `wait`."""
+    def wait(self, at_most_s: float | None = None) -> bool:
+        """Return when it has rung since the last `wait`, or after `at_most_s`; whether it has rung."""
+        if at_most_s is not None and not select.select([self._fd], [], [], at_most_s)[0]:
+            return False
         os.read(self._fd, 8)
+        return True
 
     def close(self) -> None:
         """Give the timer back; nobody may be waiting, and nobody may use it any more."""

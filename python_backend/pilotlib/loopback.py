@@ -1,12 +1,14 @@
 """How does a stub send its own model a request that names a priority level? Over the server's loopback HTTP.
 
     endpoint = http_endpoint(os.environ, parent_command_line())
-    connection = post(endpoint, wake_request("ctr", 1, inputs, "prob", priority=3))     # does not wait for the answer
+    line = Line(endpoint)
+    connection = line.post(wake_request("id", "ctr", 1, inputs, "prob", priority=3))    # does not wait for the answer
     ... when it is readable ...
-    answer(connection)  -> '{"error":"Request timeout expired"}'
+    line.answer(connection)  -> '{"error":"Request timeout expired"}'
+    line.rest()                                          # after a while without requests
 
 A BLS request needs no port, but in Triton 24.10 it cannot name a priority level, and a request that a full default queue
-refuses does not wake the batcher (seen: 72 answers/s fell to 11/s). It also costs 500 us where this costs 110 us of CPU,
+refuses does not wake the batcher (seen: 72 answers/s fell to 11/s). It also costs 500 us where this costs 50 to 110 us of CPU,
 and sent before the server was ready it has crashed tritonserver.
 """
 
@@ -88,11 +90,18 @@ def zeros(config: Mapping[str, Any]) -> list[Zeros]:
 
 
 def wake_request(
-    request_id: str, model: str, version: int, inputs: Sequence[Zeros], output_name: str, priority: int
+    request_id: str,
+    model: str,
+    version: int,
+    inputs: Sequence[Zeros],
+    output_name: str,
+    priority: int,
+    *,
+    is_kept: bool = False,
 ) -> bytes:
     """An HTTP request for an inference of zeros in Triton's binary form, with a queue timeout of 1 us.
 
-    `priority` 0 is the default level.
+    `priority` 0 is the default level; `is_kept`: the connection is used again.
     """
     head: dict[str, Any] = {
         "id": request_id,
@@ -110,11 +119,10 @@ def wake_request(
     }
     encoded = json.dumps(head).encode()
     body = encoded + bytes(sum(each.byte_size for each in inputs))
-    # NOTE: "close" is part of the cure: tritonserver does not stop before its HTTP connections have closed.
     lines = (
         f"POST /v2/models/{model}/versions/{version}/infer HTTP/1.1",
         "Host: localhost",
-        "Connection: close",
+        f"Connection: {'keep-alive' if is_kept else 'close'}",
         f"Inference-Header-Content-Length: {len(encoded)}",
         f"Content-Length: {len(body)}",
         "",
@@ -136,16 +144,69 @@ def post(endpoint: tuple[str, int], request: bytes) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> str:
-    """Read the answer's body and close the connection. Raises OSError when the server is away.
+    """Read the answer's body and close the connection. Raises OSError when the server is away."""
+    with contextlib.closing(connection):
+        return _body_of(connection)[0]
+
+
+class Line:
+    """One connection that is used again, and more where its answer is still to come. For one thread.
+
+    A connection costs tritonserver as much as the request that comes by it. But tritonserver does not stop before its HTTP
+    connections have closed: `rest` has to be called soon after the last request.
+    """
+
+    def __init__(self, endpoint: tuple[str, int]) -> None:
+        self._endpoint = endpoint
+        self._free: socket.socket | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection is kept."""
+        return self._free is not None
+
+    def post(self, request: bytes) -> socket.socket:
+        """Send a request without waiting for its answer; returns its connection. Raises OSError."""
+        connection, self._free = self._free, None
+        if connection is not None:
+            try:
+                connection.sendall(request)
+            except OSError:  # the server has closed it, or is another one by now
+                connection.close()
+            else:
+                return connection
+        return post(self._endpoint, request)
+
+    def answer(self, connection: socket.socket) -> str:
+        """Read the answer's body; the connection is kept or closed. Raises OSError when the server is away."""
+        try:
+            body, is_whole = _body_of(connection)
+        except OSError:
+            connection.close()
+            raise
+        if is_whole and self._free is None:
+            self._free = connection
+        else:
+            connection.close()
+        return body
+
+    def rest(self) -> None:
+        """Close what is kept."""
+        if self._free is not None:
+            self._free.close()
+            self._free = None
+
+
+def _body_of(connection: socket.socket) -> tuple[str, bool]:
+    """The body, and whether it is whole and the connection can be used again.
 
     It ends where its Content-Length says: the end of the connection can be seconds away. A stub that tritonserver forks
     while the connection is open inherits it, so that it stays open when tritonserver has closed it.
     """
-    with contextlib.closing(connection):
-        received = b""
-        while len(received) < MAX_ANSWER_BYTES and not _is_whole(received) and (part := connection.recv(1 << 16)):
-            received += part
-    return received.partition(b"\r\n\r\n")[2].decode(errors="replace")
+    received = b""
+    while len(received) < MAX_ANSWER_BYTES and not _is_whole(received) and (part := connection.recv(1 << 16)):
+        received += part
+    return received.partition(b"\r\n\r\n")[2].decode(errors="replace"), _is_whole(received)
 
 
 def _is_whole(received: bytes) -> bool:

@@ -35,6 +35,7 @@ WAKES_MAX = 36  # on their way at once: then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
 FAILURES_TOLD = 3  # a server that starts or stops refuses one or two; only more of them are worth a line in the log
 COUNT_EVERY_S = 1.0
+REST_AFTER_S = 0.1  # without a wake: then the line to the server is given back
 QUEUE_DELAY_MAX_US = 1000
 BACK_OFF_MIN_S = 0.1
 BACK_OFF_MAX_S = 1.0
@@ -94,7 +95,8 @@ class Waker:
     """Watches executions from one daemon thread and sends wakes when the instance has gone idle.
 
     `send` sends one wake and returns its connection without waiting; `read` takes the answer from a connection that has
-    become readable, and closes it. Both may raise OSError. `count` gets the number of wakes sent, at most once a second
+    become readable, and closes or keeps it. Both may raise OSError. `rest` closes what is kept, soon after the last wake.
+    `count` gets the number of wakes sent, at most once a second
     (the last second's come with the next wake); `complain` a line when wakes keep failing. All are called on the waker's
     thread. Executions of nothing but wakes are not counted by `began` and `ended`.
     """
@@ -107,9 +109,11 @@ class Waker:
         after_us: int = 1000,
         complain: Callable[[str], None] = print,
         count: Callable[[int], None] | None = None,
+        rest: Callable[[], None] | None = None,
     ) -> None:
         self._send = send
         self._read = read
+        self._rest = rest
         self._count = count
         self._complain = complain
         self._after_s = after_us / 1e6
@@ -147,13 +151,23 @@ class Waker:
 
     def _watch(self) -> None:
         handled = 0  # executions after which the model has been woken
+        is_resting = True
         while not self._is_stopping:
-            self._alarm.wait()
+            if not self._alarm.wait(None if is_resting else REST_AFTER_S):
+                self._give_back()
+                is_resting = True
+                continue
             seen = self._begun
             # It can ring while the next execution begins.
             if self._begun == self._ended == seen != handled and not self._is_stopping:
                 handled = seen
+                is_resting = self._rest is None
                 self._wake(seen)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._rest is not None:
+            self._rest()
 
     def _wake(self, seen: int) -> None:
         """Send wakes until the batcher has answered one or begun an execution.

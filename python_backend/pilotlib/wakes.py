@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pilotlib.loopback import ENDPOINT_VARIABLE, answer, http_endpoint, parent_command_line, post, wake_request, zeros
+from pilotlib.loopback import ENDPOINT_VARIABLE, Line, http_endpoint, parent_command_line, wake_request, zeros
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
 from pilotlib.told import printable
@@ -39,7 +39,9 @@ def waker_of(
         zeros(config),
         config["output"][0]["name"],
         parameters.pilot_wake_priority,
+        is_kept=True,
     )
+    line = Line(endpoint)
     family = pb_utils.MetricFamily(
         name="pilot_wakes_total",
         description="Requests that the backend sent to its own model to wake the dynamic batcher",
@@ -51,10 +53,11 @@ def waker_of(
         counter.increment(wakes)
 
     waker = Waker(
-        lambda: post(endpoint, request),
-        answer,
+        lambda: line.post(request),
+        line.answer,
         after_us=wait_us(config, parameters.pilot_wake_after_us),
-        complain=lambda line: pb_utils.Logger.log_warn(printable(f'model "{model}": {line}')),
+        complain=lambda said: pb_utils.Logger.log_warn(printable(f'model "{model}": {said}')),
         count=count,
+        rest=line.rest,
     )
     return waker, remarks

@@ -34,3 +34,9 @@ def test_setting_it_again_starts_anew_and_clearing_takes_back_what_has_rung(alar
     alarm.ring()
     assert rung.wait(5)
     waiting.join()
+
+
+def test_waiting_ends_after_a_time_without_ringing(alarm: Alarm) -> None:
+    assert not alarm.wait(0.01)
+    alarm.ring()
+    assert alarm.wait(1.0)

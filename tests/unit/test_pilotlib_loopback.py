@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import http.server
 import json
 import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
 
-from pilotlib.loopback import Zeros, answer, http_endpoint, wake_request, zeros
+from pilotlib.loopback import Line, Zeros, answer, http_endpoint, wake_request, zeros
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,69 @@ def test_an_answer_without_length_ends_with_its_connection() -> None:
     with there:
         there.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\nnot now")
     assert answer(here) == "not now"
+
+
+class Counting(http.server.BaseHTTPRequestHandler):
+    """Answers every POST, and counts connections."""
+
+    protocol_version = "HTTP/1.1"
+    connections = 0
+
+    def setup(self) -> None:
+        type(self).connections += 1
+        super().setup()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, int]]:
+    """A real HTTP server."""
+    Counting.connections = 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Counting) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield ("127.0.0.1", server.server_port)
+        server.shutdown()
+
+
+KEPT = wake_request("id", "m", 1, [Zeros("x", "FP32", (1, 2), 8)], "y", 3, is_kept=True)
+
+
+def test_a_line_is_used_again_until_it_rests(endpoint: tuple[str, int]) -> None:
+    line = Line(endpoint)
+    assert [line.answer(line.post(KEPT)) for _ in range(3)] == ["ok"] * 3
+    assert (Counting.connections, line.is_open) == (1, True)
+    line.rest()
+    assert not line.is_open
+    assert line.answer(line.post(KEPT)) == "ok"
+    assert Counting.connections == 2
+    line.rest()
+
+
+def test_a_request_does_not_wait_for_the_answer_to_another(endpoint: tuple[str, int]) -> None:
+    line = Line(endpoint)
+    first, second = line.post(KEPT), line.post(KEPT)
+    assert first is not second
+    assert [line.answer(second), line.answer(first)] == ["ok", "ok"]
+    assert first.fileno() == -1, "one of them is kept, not both"
+    assert line.is_open
+    line.rest()
+
+
+def test_a_line_that_broke_is_replaced(endpoint: tuple[str, int]) -> None:
+    line = Line(endpoint)
+    kept = line.post(KEPT)
+    line.answer(kept)
+    kept.shutdown(socket.SHUT_RDWR)
+    assert line.answer(line.post(KEPT)) == "ok"
+    line.rest()

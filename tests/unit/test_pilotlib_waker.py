@@ -187,3 +187,15 @@ def test_without_traffic_the_waker_costs_nothing(start: Start) -> None:
     begin = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - begin < 0.05
+
+
+def test_the_line_is_given_back_soon_after_the_last_wake_and_at_the_end(start: Start) -> None:
+    rests: list[float] = []
+    waker, server = start(EXPIRED, rest=lambda: rests.append(time.monotonic()))
+    for _ in range(3):
+        waker.began()
+        waker.ended()
+        wait_for(lambda before=server.wakes: server.wakes > before or bool(rests))
+    wait_for(lambda: len(rests) == 1)
+    waker.stop()
+    wait_for(lambda: len(rests) == 2)

@@ -48,6 +48,7 @@ NAMES = [
     "mixed_overload",
     "noisy_neighbour",
     "deadlines",
+    "waker_cost",
     "entry_cost",
     "strict_config_loads",
     "demo_time",
