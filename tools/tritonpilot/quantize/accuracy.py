@@ -323,8 +323,8 @@ def _slices(
 def _with_reason(verdict: Verdict, slices_pass: bool) -> Verdict:
     low, high = verdict.ci95
     said = (
-        f"{verdict.metric} {verdict.reference:.4f} -> {verdict.candidate:.4f}: loss {_percent(verdict.loss)} (95 %: {_percent(low)} "
-        f"to {_percent(high)}) on {verdict.rows} rows, limit {_percent(verdict.limit)}"
+        f"{verdict.metric} {verdict.reference:.4f} -> {verdict.candidate:.4f}: loss {_percent(verdict.loss)} (95 %: "
+        f"{_percent(low)} to {_percent(high)}) on {verdict.rows} rows, limit {_percent(verdict.limit)}"
     )
     if high > verdict.limit:
         said += "; the loss may exceed the limit"

@@ -210,6 +210,11 @@ def _fitted_pearson(answers: Answers, where: str) -> Answers:
                 f"rated); there are answers {_kind(answers.reference)} and a label {_kind(label)}. Nothing was changed. Some "
                 "rows of a file need the label of their own pairs only."
             )
+        if (label != label.T).any():
+            raise ModelError(
+                f"{where}: the label of a pair must be the same in both orders, and {int((label != label.T).sum())} of "
+                f"{count * count} differ. Nothing was changed. Fill both halves of the label [n,n]."
+            )
         found = Answers(answers.reference, answers.candidate, label.astype(np.float64), is_pairwise=True)
     else:
         found = Answers(*_one_number(answers, where), label.reshape(count).astype(np.float64))
@@ -398,7 +403,9 @@ METRICS: Mapping[str, Metric] = {
         None,
         _agreement,
         _fitted_agreement,
-        lambda answers: answers.reference[0].size > 1 or _can_determine(answers.reference),
+        lambda answers: (
+            answers.reference.dtype.kind != "f" or answers.reference[0].size > 1 or _can_determine(answers.reference)
+        ),
     ),
     "argmax": Metric("share of rows whose highest score is that of the reference", None, _argmax, _fitted_argmax),
 }
