@@ -78,12 +78,15 @@ class _TritonModel:
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
         read = [self._read(request) for request in requests]
+        rows = [
+            instance.UNKNOWN if isinstance(inputs, BadRequest) else self._outputs.rows_of(inputs) for inputs in read
+        ]
         found = answers(self._backend, read)
+        del read  # views of Triton's memory
         if late := sum(isinstance(answer, LateError) for answer in found):
             self._intake.count_late(late)
         return [
-            self._response(request, inputs, answer)
-            for request, inputs, answer in zip(requests, read, found, strict=True)
+            self._response(request, count, answer) for request, count, answer in zip(requests, rows, found, strict=True)
         ]
 
     def _read(self, request: Any) -> dict[str, Array] | BadRequest:
@@ -96,9 +99,7 @@ class _TritonModel:
                 return BadRequest(name, f"cannot be read: {text_of(error)}")
         return arrays
 
-    def _response(
-        self, request: Any, inputs: Mapping[str, Array] | BadRequest, answer: Mapping[str, Array] | BaseException
-    ) -> Any:
+    def _response(self, request: Any, rows: int, answer: Mapping[str, Array] | BaseException) -> Any:
         if isinstance(answer, BaseException):
             refusal = self._refusal(answer)
             forget_frames(answer)
@@ -108,7 +109,6 @@ class _TritonModel:
             asked = request.requested_output_names()
             names = names if len(asked) == len(names) else tuple([name for name in names if name in asked])
         try:
-            rows = instance.UNKNOWN if isinstance(inputs, BadRequest) else self._outputs.rows_of(inputs)
             tensors = self._outputs.checked(answer, names, rows)
             return pb_utils.InferenceResponse([self._tensor(name, array) for name, array in tensors.items()])
         except Exception as error:  # noqa: BLE001  this request's error is its answer; its mates get theirs
