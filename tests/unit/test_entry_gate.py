@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tritonpilot.entry.gate import DoneStatus, Gate, Refusal, Status, Ticket
+from tritonpilot.entry.tenants import TokenBucket
 from tritonpilot.entry.terms import ClassTerms, ModelTerms
 
 HIGH = ClassTerms("high", 1, 1000, 0.2)
@@ -575,6 +576,44 @@ def test_rows_are_taken_from_the_bucket_of_accepted_requests_only() -> None:
     assert refusal is not None
     assert (refusal.kind, refusal.retry_after_s) == ("rate", 2.5)
     assert tenant.in_entry == 2
+
+
+def test_a_tenant_is_refused_before_its_request_is_read_as_submit_would() -> None:
+    world, model = World(), terms(window=1)
+    bucket = TokenBucket(0.5, 2.0, lambda: world.now)
+    tenant = Limited(bucket=bucket, concurrency=3)
+    assert world.gate.refuses_tenant(model, "high", tenant) is None
+    assert bucket.level == 2.0
+    for _ in range(2):
+        assert world.send(model, tenant=tenant)[1] is None
+
+    by_rate = world.gate.refuses_tenant(model, "high", tenant)
+    assert by_rate is not None
+    assert (by_rate.kind, by_rate.retry_after_s) == ("rate", 2.0)
+    assert world.send(model, tenant=tenant)[1] == by_rate
+    world.now = 2.0
+    assert world.gate.refuses_tenant(model, "high", tenant) is None
+    assert world.send(model, tenant=tenant)[1] is None
+
+    by_number = world.gate.refuses_tenant(model, "high", tenant)
+    assert by_number is not None
+    assert by_number.kind == "concurrency"
+    assert tenant.in_entry == 3
+    assert [(ticket.class_name, refusal.kind) for ticket, refusal in world.refusals] == [
+        ("high", "rate"),
+        ("high", "rate"),
+        ("high", "concurrency"),
+    ]
+
+
+def test_a_burst_below_one_row_lets_a_request_be_read_when_it_is_full() -> None:
+    world = World()
+    tenant = Limited(bucket=TokenBucket(0.1, 0.5, lambda: world.now))
+    assert world.gate.refuses_tenant(terms(), "high", tenant) is None
+    assert world.send(terms(), tenant=tenant)[1] is None
+    refusal = world.gate.refuses_tenant(terms(), "high", tenant)
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(10.0)
 
 
 def test_a_class_that_the_model_does_not_have_is_refused() -> None:

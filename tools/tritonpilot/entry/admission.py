@@ -9,7 +9,8 @@ import math
 
 from tritonpilot.entry.order import Model, Queue
 from tritonpilot.entry.pace import PROMOTED_PART
-from tritonpilot.entry.ticket import Refusal, Ticket
+from tritonpilot.entry.tenants import NO_WAIT_S
+from tritonpilot.entry.ticket import Refusal, Tenant, Ticket
 
 #: Part of the allowed wait that a prediction may fill: estimates are off by some percent, and a late rejection is worse.
 MARGIN = 0.9
@@ -30,23 +31,47 @@ def refusal_of(model: Model, queue: Queue | None, ticket: Ticket, fits: bool) ->
             "deadline", f"{whose(ticket)} came {now - ticket.deadline_s:.3f} s after its deadline. It was not sent."
         )
     tenant = ticket.tenant
-    if tenant is not None and tenant.concurrency is not None and tenant.in_entry >= tenant.concurrency:
-        return Refusal(
-            "concurrency",
-            f"{whose(ticket)} is one too many: the tenant {tenant.name} may have {tenant.concurrency} at a time.",
-            model.pace.seconds or UNKNOWN_RETRY_S,
-        )
+    if tenant is not None and is_at_concurrency(tenant):
+        return over_concurrency(ticket, tenant, model.pace.seconds)
     if not fits and (refusal := _no_place(queue, ticket, model) or _too_long(model, queue, ticket)):
         return refusal
     if tenant is not None and tenant.bucket is not None:
         wait_s = tenant.bucket.take(ticket.rows)
         if wait_s:
-            return Refusal(
-                "rate",
-                f"{whose(ticket)} is above the rate of the tenant {tenant.name}. Retry after {wait_s:.3f} s.",
-                wait_s,
-            )
+            return over_rate(ticket, tenant, wait_s)
     return None
+
+
+def is_at_concurrency(tenant: Tenant) -> bool:
+    """Whether the tenant has as many requests in the entry as it may."""
+    return tenant.concurrency is not None and tenant.in_entry >= tenant.concurrency
+
+
+def wait_for_a_row_s(tenant: Tenant) -> float:
+    """Seconds until the tenant's rate allows one row, 0.0 for now. Nothing is taken."""
+    bucket = tenant.bucket
+    if bucket is None:
+        return 0.0
+    wait_s = (min(1.0, bucket.burst) - bucket.level) / bucket.rate_per_s
+    return wait_s if wait_s > NO_WAIT_S else 0.0
+
+
+def over_concurrency(ticket: Ticket, tenant: Tenant, typical_s: float) -> Refusal:
+    """`typical_s` is how long a request takes; 0: not known."""
+    return Refusal(
+        "concurrency",
+        f"{whose(ticket)} is one too many: the tenant {tenant.name} may have {tenant.concurrency} at a time.",
+        typical_s or UNKNOWN_RETRY_S,
+    )
+
+
+def over_rate(ticket: Ticket, tenant: Tenant, wait_s: float) -> Refusal:
+    """`wait_s` is the time until the rate allows it."""
+    return Refusal(
+        "rate",
+        f"{whose(ticket)} is above the rate of the tenant {tenant.name}. Retry after {wait_s:.3f} s.",
+        wait_s,
+    )
 
 
 def _no_place(queue: Queue, ticket: Ticket, model: Model) -> Refusal | None:

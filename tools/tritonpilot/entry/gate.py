@@ -17,7 +17,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from tritonpilot.entry.admission import refusal_of, retry_s, whose
+from tritonpilot.entry.admission import (
+    is_at_concurrency,
+    over_concurrency,
+    over_rate,
+    refusal_of,
+    retry_s,
+    wait_for_a_row_s,
+    whose,
+)
 from tritonpilot.entry.order import PATIENCE, Model, Queue
 from tritonpilot.entry.terms import ModelTerms
 from tritonpilot.entry.ticket import (
@@ -65,6 +73,26 @@ class Gate:
         self._numbers = itertools.count()
         self._timer: Timer | None = None
         self._timer_s = math.inf
+
+    def refuses_tenant(self, terms: ModelTerms, class_name: str, tenant: Tenant) -> Refusal | None:
+        """What submit() would say to any request of the tenant, for before the request is read: reading costs everybody.
+
+        Takes nothing. A refusal is told to the watcher: such a request must not be submitted.
+        """
+        is_at = is_at_concurrency(tenant)
+        wait_s = 0.0 if is_at else wait_for_a_row_s(tenant)
+        if not is_at and not wait_s:
+            return None
+        ticket = Ticket(terms, class_name, 1, tenant, None, lambda _: None, lambda _, __: None)
+        ticket._state = OVER
+        ticket.arrived_s = self._clock()
+        model = self._models.get(terms.name)
+        if is_at:
+            refusal = over_concurrency(ticket, tenant, 0.0 if model is None else model.pace.seconds)
+        else:
+            refusal = over_rate(ticket, tenant, wait_s)
+        self._watch.refused(ticket, refusal)
+        return refusal
 
     def submit(self, ticket: Ticket) -> Refusal | None:
         """Accept the ticket (None; start() may have been called already) or refuse it at once."""

@@ -23,6 +23,13 @@ NEW, WAITING, RUNNING, ABANDONED, OVER = range(5)
 class Bucket(Protocol):
     """A token bucket of rows."""
 
+    @property
+    def level(self) -> float: ...
+    @property
+    def burst(self) -> float: ...
+    @property
+    def rate_per_s(self) -> float: ...
+
     def take(self, n: int) -> float:
         """0.0: taken; otherwise seconds until it could be."""
         ...
