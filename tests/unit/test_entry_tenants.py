@@ -230,7 +230,7 @@ def test_a_wrong_file_is_refused_with_its_line(
         (b"", "must be a mapping that starts with `tenants:`"),
         (b"# nothing\n", "must be a mapping that starts with `tenants:`"),
         (b"- a\n", "must be a mapping that starts with `tenants:`"),
-        (b"tenants:\n", "valid list"),
+        (b"tenants:\n", "nothing is given here"),
         (b"tenants: []\n", "at least 1 item"),
         (b"tenants:\n" + b"  - {q: 1}\n" * 300_000, ":100001: has too many words for 10000 tenants"),
         (b"tenants:\n" + b"  - {}\n" * 10_001, "at most 10000 items"),
@@ -791,3 +791,16 @@ def test_the_guide_names_every_key_of_the_file() -> None:
     names = [field.alias or name for name, field in module.TenantTerms.model_fields.items()]
 
     assert re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE) == names
+
+
+def test_a_file_is_taken_when_it_has_stayed_the_same_for_a_look(tmp_path: Path) -> None:
+    """One that is being written can be good YAML and lack its end, and with it what forbids."""
+    keys, _ = watched(tmp_path)
+    first = keys.current
+    write(tmp_path, GOOD.replace("shop", "cut"))
+    assert not keys.poll(is_settled=True)
+    write(tmp_path, GOOD.replace("shop", "whole"))
+    assert not keys.poll(is_settled=True)
+    assert keys.current is first
+    assert keys.poll(is_settled=True)
+    assert "whole" in [tenant.name for tenant in keys.current]

@@ -199,7 +199,10 @@ def entry(
 
     chosen = _cpu_list(cpus)
     if chosen:
-        os.sched_setaffinity(0, chosen)
+        try:
+            os.sched_setaffinity(0, chosen)
+        except OSError as error:
+            raise typer.BadParameter(f"this process cannot run on {cpus}: {error}", param_hint="--cpus") from None
     settings = entries.Settings(
         triton_http, triton_grpc, host, http_port, grpc_port, metrics_port, tenants_file, max_request_mb << 20
     )
@@ -229,7 +232,7 @@ def new_key(as_json: Json = False) -> None:
 def hash_key() -> None:
     """Print the hash of a key that is read from standard input, so that it stays out of the shell's history."""
     try:
-        print(tenant_keys.hash_key(sys.stdin.readline().strip()))
+        print(tenant_keys.hash_key(sys.stdin.read().strip()))
     except ValueError as error:
         raise SpecError(f"{error}. Nothing was hashed.") from None
 

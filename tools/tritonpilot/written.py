@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from tritonpilot.errors import SpecError
 
@@ -23,6 +23,14 @@ class Written(BaseModel):
     """Part of a file that a person writes: immutable, no unknown keys, no strings for numbers, no infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _says_something(cls, value: Any) -> Any:
+        # `models:` with nothing behind it is a slip, or a file that is cut off; it must not mean "all".
+        if value is None:
+            raise ValueError("nothing is given here; give a value, or leave the line out for the default")
+        return value
 
 
 W = TypeVar("W", bound=Written)

@@ -9,6 +9,7 @@ it is also read within a second of a change.
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from tritonpilot.entry.grpc_front import GrpcFront
 from tritonpilot.entry.http_front import HttpFront
 from tritonpilot.entry.metrics import EntryMetrics
 from tritonpilot.entry.tenants import KeyFile
+from tritonpilot.errors import PortError, SpecError
 from tritonpilot.ports import choose_ports
 
 GRACE_S = 10.0
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 MIB = 1 << 20
 
 
@@ -55,8 +58,11 @@ class Endpoints:
 def run(settings: Settings, on_ready: Callable[[Endpoints], None], say: Callable[[str], None] = lambda _: None) -> int:
     """Serve until SIGINT or SIGTERM; returns the number of that signal. Call it in the main thread.
 
-    Raises SpecError for a wrong tenants file and PortError for a port that is taken.
+    Raises SpecError for a wrong tenants file or address, and PortError for a port that is taken or a host that is not here.
     """
+    for option, address in (("--triton-http", settings.triton_http), ("--triton-grpc", settings.triton_grpc)):
+        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 65536:
+            raise SpecError(f"{option} is {address!r}, but must be HOST:PORT, as 127.0.0.1:8000. Nothing was started.")
     uvloop.install()
     return asyncio.run(_run(settings, on_ready, say))
 
@@ -82,11 +88,17 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
         loop.add_signal_handler(each, stop, int(each))
     if keys is not None:
         loop.add_signal_handler(signal.SIGHUP, keys.poll)
-    endpoints = Endpoints(
-        f"{settings.host}:{await http.start(settings.host, http_port)}",
-        f"{settings.host}:{await grpc.start(settings.host, grpc_port)}",
-        f"{settings.host}:{metrics.serve(settings.host, metrics_port)}",
-    )
+    try:
+        endpoints = Endpoints(
+            f"{settings.host}:{await http.start(settings.host, http_port)}",
+            f"{settings.host}:{await grpc.start(settings.host, grpc_port)}",
+            f"{settings.host}:{metrics.serve(settings.host, metrics_port)}",
+        )
+    except OSError as error:
+        raise PortError(
+            f"The entry cannot listen at {settings.host}: {error.strerror or error}. Nothing was started. Give an address of this "
+            "machine with --host."
+        ) from None
     upkeep = loop.create_task(desk.keep_up())
     try:
         on_ready(endpoints)

@@ -11,7 +11,6 @@ classes, or unloaded, is noticed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from tritonpilot.entry.tenants import KeyFile, KeyRefused, Tenant
 from tritonpilot.entry.terms import ModelTerms, terms_of
 from tritonpilot.errors import PilotError
 
+LOOK_S = 1.0  # at the tenants file
 REFRESH_S = 5.0
 UNKNOWN_FOR_S = 1.0  # a model that Triton did not know is not asked for again before
 ASK_TIMEOUT_S = 5.0
@@ -107,19 +107,27 @@ class Desk:
         )
 
     async def keep_up(self) -> None:
-        """Read the terms of known models again, and the tenants file when it changed, until cancelled."""
-        since = 0.0
+        """Read the tenants file when it changed, and the terms of known models again, until cancelled.
+
+        Apart, for a Triton that hangs must not keep a revoked key alive.
+        """
+        await asyncio.gather(self._watch_tenants(), self._watch_models())
+
+    async def _watch_tenants(self) -> None:
+        while self.tenants is not None:
+            await asyncio.sleep(LOOK_S)
+            self.tenants.poll(is_settled=True)
+
+    async def _watch_models(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
-            if self.tenants is not None:
-                self.tenants.poll()
-            since += 1.0
-            if since < REFRESH_S:
-                continue
-            since = 0.0
+            await asyncio.sleep(REFRESH_S)
             for model in list(self._terms):
-                with contextlib.suppress(Denied):
+                try:
                     await self._ask(model)
+                except Denied:
+                    continue
+                except Exception as error:  # noqa: BLE001  whatever Triton says: terms that are known stay in force
+                    self._say(f"the terms of model {model} cannot be read: {error!r}")
 
     async def close(self) -> None:
         """End the connection to Triton."""

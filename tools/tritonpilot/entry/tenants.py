@@ -243,15 +243,19 @@ class KeyFile:
         self._clock = clock
         self._say = say
         self._stamp: _Stamp | None = None
-        self._digest = b""
+        self._digest = self._seen = b""
         self._mode = 0
         content, stamp = _content_of(path)
         self.current = Tenants(_parse(path, content), clock)
         self._is_new(content, stamp)
         self._warn_of_writers(stamp.mode)
 
-    def poll(self) -> bool:
-        """Read the file if it has changed; whether it was, and is in force. Raises nothing, whatever the file is now."""
+    def poll(self, *, is_settled: bool = False) -> bool:
+        """Read the file if it has changed; whether it was, and is in force. Raises nothing, whatever the file is now.
+
+        `is_settled`: only when the last look found the same content. A file that is being written can be good YAML and yet
+        lack its end, so whoever looks every second waits for one.
+        """
         try:
             if self._stamp is not None and _Stamp.of(self.path.stat()) == self._stamp:
                 return False
@@ -264,6 +268,10 @@ class KeyFile:
             )
             return False
         self._warn_of_writers(stamp.mode)
+        digest = hashlib.sha256(content).digest()
+        if is_settled and digest not in (self._digest, self._seen):
+            self._seen = digest
+            return False
         if not self._is_new(content, stamp):
             return False
         try:
