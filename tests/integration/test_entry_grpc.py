@@ -144,6 +144,9 @@ class Entry:
     def waiting(self, model: str) -> Any:
         return self._do(_result(lambda: sum(self.gate.depth(model).values())))
 
+    def held_bytes(self) -> Any:
+        return self._do(_result(lambda: self._front.held_bytes))
+
     async def _start(self) -> None:
         keys = KeyFile(self._tenants, time.monotonic) if self._tenants else None
         self.gate = Gate(time.monotonic, self._loop.call_at, self.seen)
@@ -352,11 +355,11 @@ def test_only_the_entry_sets_timeout_and_deadline(entry: Entry) -> None:
     assert 0 < shorter["timeout_us"] <= 8_000_000 < with_deadline["timeout_us"] <= 15_000_000
 
 
-@pytest.mark.parametrize("seconds", [2**63 // 10**6, 10**8])
-def test_a_deadline_in_the_far_future_is_none(entry: Entry, seconds: int) -> None:
+@pytest.mark.parametrize(("seconds", "native_s"), [(2**63 // 10**6, 1e8), (10**8, 1e9)])
+def test_a_deadline_in_the_far_future_is_none(entry: Entry, seconds: int, native_s: float) -> None:
     said = heard(entry.url, timeout=seconds * 10**6)
     with stub(entry.url) as triton:
-        natively = triton.ModelInfer(request(rows(0)[0], "parrot"), timeout=1e8)
+        natively = triton.ModelInfer(request(rows(0)[0], "parrot"), timeout=native_s)
 
     assert said["parameters"] == json.loads(natively.raw_output_contents[0][4:])["parameters"] == {}
 
@@ -466,6 +469,57 @@ def test_requests_above_the_limit_are_refused(server: EmbeddedServer, compressio
     assert len(answer.raw_output_contents[0]) == 80_000
 
 
+def refusal_of_bytes(url: str, message: bytes, metadata: Sequence[tuple[str, str]] = ()) -> Any:
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(url, options=options, compression=grpc.Compression.Gzip) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            infer(message, metadata=metadata, timeout=PATIENCE_S)
+    return caught.value
+
+
+def test_a_message_of_millions_of_inputs_holds_up_nobody(guarded: Entry, entry: Entry) -> None:
+    bomb = service_pb2.ModelInferRequest(model_name="identity").SerializeToString() + b"\x2a\x00" * 8_000_000
+    metadata = [("tritonpilot-key", "key-of-shop")]
+
+    for refused in (refusal_of_bytes(guarded.url, bomb, metadata), refusal_of_bytes(entry.url, bomb)):
+        assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "more than 256 inputs" in refused.details()
+    assert eventually(lambda: guarded.held_bytes() == entry.held_bytes() == 0)
+
+
+def test_a_small_request_has_limits_of_its_parts(entry: Entry) -> None:
+    message = request()
+    message.inputs[0].shape[:] = [1] * 33
+
+    refused = refusal_of(entry.url, message)
+
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 32 dimensions" in refused.details()
+
+
+def test_all_requests_together_have_a_limit(server: EmbeddedServer) -> None:
+    with Entry(server, max_held_bytes=100_000) as entry:
+        refused = refusal_of(entry.url, request(rows(-1, width=20_000)))
+        with stub(entry.url) as triton:
+            for _ in range(3):
+                triton.ModelInfer(request(rows(-1, width=10_000)), timeout=PATIENCE_S)
+        assert eventually(lambda: entry.held_bytes() == 0)
+
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(refused.trailing_metadata())["retry-after-ms"] == "1000"
+
+
+def test_calls_have_a_limit_of_number(server: EmbeddedServer) -> None:
+    with Entry(server, max_calls=1) as entry, stub(entry.url) as triton:
+        first = triton.ModelInfer.future(request(rows(LONG_S)), timeout=PATIENCE_S)
+        assert eventually(lambda: entry.rows_in_flight("identity") == 1)
+        refused = refusal_of(entry.url, request())
+        first.result()
+
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_an_answer_above_the_limit_is_refused(server: EmbeddedServer) -> None:
     message = request(rows(-1, width=20_000))
     with stub(server.endpoints.grpc) as direct:
@@ -527,6 +581,13 @@ def test_a_rate_limit_says_when_to_come_back(guarded: Entry) -> None:
 
     assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert 1_000 < int(dict(refused.trailing_metadata())["retry-after-ms"]) <= 100_000
+    assert guarded.seen.refusals["rate"] == 1
+
+    # Refused before it is parsed, or that would be an error of its own.
+    broken = request(rows(0, width=2000)).SerializeToString() + b"\x1a\x01\xff"
+    by_rate = refusal_of_bytes(guarded.url, broken, metadata)
+    assert "rate" in by_rate.details()
+    assert guarded.seen.refusals["rate"] == 2
 
 
 # -- other methods -----------------------------------------------------------------------------------------------------

@@ -115,12 +115,34 @@ def test_a_bad_timeout_is_named(value: object) -> None:
     assert denied.value.http_status == 400
 
 
-@pytest.mark.parametrize(("text", "seconds"), [(None, None), ("50", 0.05), ("0.5", 0.0005), (" 1e3 ", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(None, None), ("50", 0.05), ("0.5", 0.0005), (" 1e3 ", 1.0), ("2.", 0.002)]
+)
 def test_a_deadline_is_in_milliseconds(text: str | None, seconds: float | None) -> None:
     assert messages.deadline_s_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e300", "50ms", "0x10", "1" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "1e300",
+        "50ms",
+        "0x10",
+        "1" * 5000,
+        "1_000",
+        "\n1",
+        "+1",
+        "infinity",
+        "\u0661",  # a digit, in Arabic
+        ".",
+        "1 0",
+    ],
+)
 def test_a_bad_deadline_is_named_and_not_quoted_at_length(text: str) -> None:
     with pytest.raises(Denied, match="tritonpilot-deadline-ms") as denied:
         messages.deadline_s_of(text)

@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from tritonpilot.entry import messages
 from tritonpilot.entry.gate import Refusal, Status, Ticket
+from tritonpilot.entry.grpc_scan import SMALL_BYTES, check_sizes, scan
 from tritonpilot.entry.messages import Denied
 from tritonpilot.entry.terms import ModelTerms
 from tritonpilot.errors import PortError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_REQUEST_BYTES = 64 * 2**20
+MAX_CALLS = 4096  # at a time
 PASS_TIMEOUT_S = 10.0  # health and metadata take Triton microseconds
 LONGEST_S = messages.MAX_DEADLINE_MS / 1000  # a later deadline is none; its nanoseconds might not fit into 64 bits
 # A native deadline ends the call at both ends at the same moment: a cancellation so shortly before it is the deadline's.
@@ -52,6 +54,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 2),
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_concurrent_streams", 1024),  # of a connection
 )
 #: Triton 2.51 takes pings 5 minutes apart at most. Its return is noticed within a second.
 BACKEND_OPTIONS = (
@@ -75,15 +78,27 @@ class GrpcFront:
     """The gRPC server of the entry, in the event loop that calls `start`.
 
     `backend` is Triton's gRPC port as "host:port". Requests, and answers, of more than `max_request_bytes` are refused.
-    `channels` is the number of connections to Triton.
+    All requests inside together have at most `max_held_bytes`, and there are at most `max_calls`. `channels` is the number of
+    connections to Triton.
     """
 
     def __init__(
-        self, desk: Desk, backend: str, *, max_request_bytes: int = MAX_REQUEST_BYTES, channels: int = 1
+        self,
+        desk: Desk,
+        backend: str,
+        *,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        max_held_bytes: int = messages.MAX_HELD_BYTES,
+        max_calls: int = MAX_CALLS,
+        channels: int = 1,
     ) -> None:
+        self.held_bytes = 0
+        """Of inference requests that Triton has not answered, and of what was parsed of them: each counts twice."""
         self._desk = desk
         self._backend = backend
         self._max_request_bytes = max_request_bytes
+        self._max_held_bytes = max_held_bytes
+        self._max_calls = max_calls
         self._channel_count = channels
         self._channels: list[Any] = []
         self._infers: list[Any] = []
@@ -93,7 +108,7 @@ class GrpcFront:
     async def start(self, host: str, port: int) -> int:
         """Listen on `host` and `port` (0: a free one) and return the port. Raises PortError when it is taken."""
         limit = ("grpc.max_receive_message_length", self._max_request_bytes)
-        server = grpc.aio.server(options=[*SERVER_OPTIONS, limit])
+        server = grpc.aio.server(options=[*SERVER_OPTIONS, limit], maximum_concurrent_rpcs=self._max_calls)
         try:
             bound: int = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError:
@@ -161,14 +176,22 @@ class GrpcFront:
     async def _infer(self, message: bytes, context: Context) -> bytes:
         flight = _Flight(self._send)
         try:
+            return await self._answer(message, context, flight)
+        finally:
+            if not flight.is_started:
+                self._let_go(flight)
+
+    async def _answer(self, message: bytes, context: Context, flight: _Flight) -> bytes:
+        try:
             ticket = await self._asked(message, context, flight)
         except Denied as denied:
             await self._deny(context, denied)
-        refusal = self._desk.gate.submit(ticket)
+        refusal = ticket if isinstance(ticket, Refusal) else self._desk.gate.submit(ticket)
         try:
             answer = _refused(refusal) if refusal is not None else await flight.answer
         except asyncio.CancelledError:
             # By the caller, or by gRPC at the native deadline: the gate's own timer counts that one.
+            assert isinstance(ticket, Ticket)
             if ticket.deadline_s is None or ticket.deadline_s - time.monotonic() > _DEADLINE_SLACK_S:
                 self._desk.gate.leave(ticket)
             raise
@@ -176,15 +199,36 @@ class GrpcFront:
             await _abort(context, answer)
         return answer
 
-    async def _asked(self, message: bytes, context: Context, flight: _Flight) -> Ticket:
-        """What is asked for, and on whose terms. Raises Denied."""
+    async def _asked(self, message: bytes, context: Context, flight: _Flight) -> Ticket | Refusal:
+        """What is asked for, and on whose terms; a refusal for who may not ask now. Raises Denied.
+
+        A large message is parsed last: a few bytes can be millions of objects, and others wait meanwhile.
+        """
         now_s = time.monotonic()
         asked = _Asked(context)
         tenant = self._desk.identify(asked.key())
-        request = _parsed(service_pb2.ModelInferRequest, message)
-        name = _model_name(request.model_name)
-        messages.model_version(request.model_version)
+        flight.held_bytes = 2 * len(message)
+        self.held_bytes += flight.held_bytes
+        if self.held_bytes > self._max_held_bytes:
+            raise messages.refused("queue_full", messages.HELD_TOO_MUCH, 1.0)
+        request = None
+        if len(message) <= SMALL_BYTES:
+            request = _parsed(service_pb2.ModelInferRequest, message)
+            check_sizes(request)
+            name = _model_name(request.model_name)
+        else:
+            name = _model_name(scan(message, _most_parsed_bytes(tenant)))
         _check_model(tenant, name)
+        terms = self._desk.terms(name) or await self._desk.fetch_terms(name)
+        if tenant is not None:
+            class_name = self._desk.class_of(tenant, terms, None, None)
+            refusal = self._desk.gate.refuses_tenant(terms, class_name, tenant)
+            if refusal is not None:
+                return refusal
+        if request is None:
+            request = _parsed(service_pb2.ModelInferRequest, message)
+            check_sizes(request)
+        messages.model_version(request.model_version)
         _check_tensors(request, len(message), tenant)
         parameters = request.parameters
         priority = messages.priority_of(_value(parameters, messages.PRIORITY_PARAMETER))
@@ -193,11 +237,14 @@ class GrpcFront:
             messages.deadline_s_of(asked.one(messages.DEADLINE_HEADER)),
             messages.timeout_s_of(_value(parameters, messages.TIMEOUT_PARAMETER)),
         )
-        terms = self._desk.terms(name) or await self._desk.fetch_terms(name)
         class_name = self._desk.class_of(tenant, terms, asked.one(messages.CLASS_HEADER), priority)
         deadline_s = None if budget_s is None or budget_s > LONGEST_S else now_s + budget_s
         flight.request = request
         return Ticket(terms, class_name, _rows(request, terms), tenant, deadline_s, flight.start, flight.refuse)
+
+    def _let_go(self, flight: _Flight) -> None:
+        self.held_bytes -= flight.held_bytes
+        flight.held_bytes = 0
 
     async def _send(self, ticket: Ticket, flight: _Flight) -> None:
         """Send a request to Triton, and tell the gate when Triton is done with it.
@@ -222,6 +269,7 @@ class GrpcFront:
             flight.tell(messages.refused("starting", "The entry ends. The request may be sent again.", 1.0))
         finally:
             flight.tell(Denied(500, "INTERNAL", "The entry failed."))  # after an error that is none of these
+            self._let_go(flight)
             self._desk.gate.finished(ticket, status)
 
     async def _deny(self, context: Context, denied: Denied) -> NoReturn:
@@ -276,14 +324,20 @@ class _Asked:
 class _Flight:
     """One accepted request between the gate, its caller and Triton."""
 
-    __slots__ = ("_send", "_task", "answer", "request")
+    __slots__ = ("_send", "_task", "answer", "held_bytes", "request")
 
     def __init__(self, send: Callable[[Ticket, _Flight], Coroutine[Any, Any, None]]) -> None:
         self._send = send
         self._task: asyncio.Task[None] | None = None
         self.request: Any = None
+        self.held_bytes = 0
         self.answer: asyncio.Future[bytes | Denied] = asyncio.get_running_loop().create_future()
         """For the caller; cancelled when he has gone. Not an exception: its traceback would keep the request until a collection."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it went to Triton."""
+        return self._task is not None
 
     def start(self, ticket: Ticket) -> None:
         self._task = asyncio.get_running_loop().create_task(self._send(ticket, self))
@@ -309,6 +363,10 @@ def _parsed(message_type: Any, message: bytes) -> Any:
         raise messages.refused(
             "bad_request", f"The message is not a {message_type.DESCRIPTOR.full_name} of KServe v2."
         ) from None
+
+
+def _most_parsed_bytes(tenant: Tenant | None) -> int:
+    return messages.MAX_PARSED_BYTES if tenant is None else messages.MAX_PARSED_BYTES_OF_TENANT
 
 
 def _model_name(name: str) -> str:

@@ -29,6 +29,13 @@ MAX_PRIORITY = 2**32 - 1  # Triton's type of priority levels
 MAX_TIMEOUT_US = 2**63 - 1  # what KServe's int64 parameters hold
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000.0  # a budget above a week is a mistake of units
 
+# What is parsed holds up everybody else: JSON, and all of a gRPC message but raw_input_contents. The lower one with tenants.
+MAX_PARSED_BYTES, MAX_PARSED_BYTES_OF_TENANT = 8 * 2**20, 2**20
+MAX_TENSORS = 256  # inputs of a request, and outputs
+MAX_DIMENSIONS = 32
+MAX_HELD_BYTES = 2**30  # of requests that wait, over each protocol
+HELD_TOO_MUCH = "The entry holds too many bytes of waiting requests."
+
 # Kind of refusal -> (HTTP status, name of the gRPC code).
 STATUS_OF = {
     "rate": (429, "RESOURCE_EXHAUSTED"),
@@ -53,6 +60,9 @@ STATUS_OF = {
 
 _MODEL_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VERSION = re.compile(r"[0-9]{1,19}")
+_DECIMAL = re.compile(
+    r"[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
+)  # float() also knows 1_000 and digits of all scripts
 _SHOWN_CHARACTERS = 40
 
 
@@ -133,10 +143,8 @@ def deadline_s_of(text: str | None) -> float | None:
     """The budget that DEADLINE_HEADER gives, in seconds; None without one. Raises Denied 400."""
     if text is None:
         return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
+    plain = text.strip(" \t")
+    milliseconds = float(plain) if _DECIMAL.fullmatch(plain) else math.nan
     if not 0 < milliseconds <= MAX_DEADLINE_MS:
         raise refused(
             "bad_request",
