@@ -25,7 +25,7 @@ class Traits:
     is_quantized: bool
     half: Half | None
     obstacles: tuple[str, ...]
-    """Why TensorRT would refuse its quantisation or operators, one clause each."""
+    """Why TensorRT would refuse its quantisation or operators, one clause for each reason."""
 
 
 def read_traits(path: Path) -> Traits:
@@ -36,7 +36,7 @@ def read_traits(path: Path) -> Traits:
     """
     model = onnx.load(str(path), load_external_data=False)
     half: Half | None = None
-    obstacles: dict[str, None] = {}
+    obstacles: dict[str, list[str]] = {}
     is_quantized = False
     for graph in _graphs(model.graph):
         constants = _constants(graph)
@@ -48,17 +48,25 @@ def read_traits(path: Path) -> Traits:
             }
             if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
                 is_quantized = True
-                obstacles.update(dict.fromkeys(_obstacles(node, constants, path.parent)))
+                obstacle = _obstacle(node, constants, path.parent)
+                if obstacle is not None:
+                    obstacles.setdefault(obstacle, []).append(node.name or node.output[0])
             if node.domain not in ("", "ai.onnx"):
-                obstacles[f"operators of the domain {node.domain} ({node.op_type})"] = None
+                obstacles.setdefault(f"{node.op_type} of the domain {node.domain}", []).append(node.name)
             elif node.op_type in INTEGER_OPERATORS:
                 is_quantized = True
-                obstacles[f"{node.op_type} nodes"] = None
+                obstacles.setdefault(node.op_type, []).append(node.name)
         if onnx.TensorProto.FLOAT16 in elements:
             half = "FP16"
         elif onnx.TensorProto.BFLOAT16 in elements:
             half = half or "BF16"
-    return Traits(is_quantized, half, tuple(obstacles))
+    return Traits(
+        is_quantized,
+        half,
+        tuple(
+            f"{what} ({len(nodes)} node{'s' * (len(nodes) > 1)}, first {nodes[0]})" for what, nodes in obstacles.items()
+        ),
+    )
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -78,18 +86,19 @@ def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return found
 
 
-def _obstacles(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], folder: Path) -> Iterator[str]:
+def _obstacle(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], folder: Path) -> str | None:
     """Why TensorRT refuses a QuantizeLinear or DequantizeLinear node, or computes something else than it says."""
     zero_point = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
     data = constants.get(node.input[0])
     typed = zero_point if zero_point is not None else data
     element = typed.data_type if typed is not None else _output_type(node)
+    if element == onnx.TensorProto.INT32:
+        return "biases quantised to INT32"
     if element not in (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4):
-        name = onnx.TensorProto.DataType.Name(element)
-        what = "biases quantised to INT32" if element == onnx.TensorProto.INT32 else f"quantisation to {name}"
-        yield f"{what}, first at {node.name or node.output[0]}"
-    elif zero_point is not None and np.any(onnx.numpy_helper.to_array(zero_point, str(folder)).astype(np.float32)):
-        yield f"zero points other than 0, first at {node.name or node.output[0]}"
+        return f"quantisation to {onnx.TensorProto.DataType.Name(element)}"
+    if zero_point is not None and np.any(onnx.numpy_helper.to_array(zero_point, str(folder)).astype(np.float32)):
+        return "zero points other than 0"
+    return None
 
 
 def _output_type(node: onnx.NodeProto) -> int:
