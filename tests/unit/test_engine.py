@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,7 +128,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     """Put recording programs on PATH, the only ones of their kind there; gives what they were asked so far."""
     programs, record = tmp_path / "bin", tmp_path / "record"
     programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    for name in ("dirname", "sed", "sleep"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setenv("RECORD", str(record))
     monkeypatch.setattr(engine, "TRTEXEC_ELSEWHERE", tmp_path / "nowhere")
 
