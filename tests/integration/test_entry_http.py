@@ -389,6 +389,12 @@ def test_get_and_head_of_health_and_metadata(triton: str, raw: Raw) -> None:
         ("GET", "/v2/models/a%0d%0aX: b/ready", 400, None),
         ("GET", "/v2/models/a%250d/ready", 404, None),
         ("GET", "/v2/models/identity/versions/-1", 404, None),
+        ("GET", "/v2/models/stats", 404, None),
+        ("GET", "/v2/models/stats/", 404, None),
+        ("GET", "/v2/models/%73tats?x=1", 404, None),
+        ("GET", "http://other/v2/models/stats", 404, None),
+        ("GET", "http:///v2/health/live", 404, None),
+        ("GET", "ftp://other/v2/health/live", 404, None),
         ("GET", "//v2/health/live", 404, None),
         ("GET", "/v2/./health/live", 404, None),
         ("GET", "http://127.0.0.1/v2/repository/index", 404, None),
@@ -650,6 +656,40 @@ def test_json_has_a_limit_of_its_own(triton: str) -> None:
         assert output_of(raw.ask(post(body_of()))) == [-1.0]
 
 
+@pytest.mark.parametrize("what", ["inputs", "outputs"])
+def test_inputs_and_outputs_have_a_limit(entry: Entry, raw: Raw, what: str) -> None:
+    tensors = {**json.loads(body_of()), what: [{}] * 257}
+    answer = raw.ask(post(json.dumps(tensors).encode()))
+    assert answer[0] == 400
+    assert f"more than 256 {what}" in error_of(answer)
+    assert entry.seen.tickets == []
+
+
+def test_a_shape_of_a_million_numbers_is_not_multiplied(entry: Entry, raw: Raw) -> None:
+    asked = json.loads(body_of())
+    asked["inputs"][0]["shape"] = [2**62] * 200_000
+    answer = raw.ask(post(json.dumps(asked).encode()))
+    assert answer[0] == 400
+    assert "more than 32 dimensions" in error_of(answer)
+    assert entry.seen.tickets == []
+
+
+def test_nan_is_taken_in_small_json_only(raw: Raw) -> None:
+    body = body_of().replace(b"-1.0", b"NaN")
+    assert raw.ask(post(body))[0] == 200
+    answer = raw.ask(post(body + b" " * 256 * 1024))
+    assert answer[0] == 400
+    assert "NaN" in error_of(answer)
+    assert "binary" in error_of(answer)
+
+
+def test_a_target_may_be_a_whole_address(raw: Raw) -> None:
+    target = "http://proxy.example:80/v2/models/identity/infer"
+    request = post(body_of()).replace(b"/v2/models/identity/infer", target.encode())
+    assert output_of(raw.ask(request)) == output_of(raw.ask(request)) == [-1.0]
+    assert raw.ask(get("HTTP://[::1]:8100/v2/health/live"))[0] == 200
+
+
 def test_waiting_bodies_have_a_limit_together(triton: str) -> None:
     with (
         entering(triton, limits=Limits(buffered_bytes=3000)) as entry,
@@ -826,6 +866,28 @@ def test_other_encodings_and_bombs_are_refused(triton: str, encoding: str, body:
         assert entry.front.buffered_bytes == 0
 
 
+def test_what_all_bodies_have_together_is_counted_decompressed(triton: str) -> None:
+    with entering(triton, limits=Limits(buffered_bytes=10_000)) as entry, Raw(entry.port) as raw:
+        answer = raw.ask(post(gzip.compress(body_of() + b" " * 20_000), "identity", "Content-Encoding: gzip"))
+        assert (answer[0], answer[1]["retry-after"]) == (503, "1")
+        assert entry.front.buffered_bytes == 0
+        assert output_of(raw.ask(post(gzip.compress(body_of()), "identity", "Content-Encoding: gzip"))) == [-1.0]
+        assert entry.front.buffered_bytes == 0
+
+
+def test_a_large_body_is_decompressed_whole(raw: Raw) -> None:
+    values = np.random.default_rng(1).random(3_000_000, np.float32)
+    size = {"binary_data_size": values.nbytes}
+    tensor = {"name": "INPUT", "datatype": "FP32", "shape": [1, values.size], "parameters": size}
+    asked = {"inputs": [tensor], "outputs": [{"name": "OUTPUT", "parameters": {"binary_data": True}}]}
+    text = json.dumps(asked).encode()
+    body = zlib.compress(text + values.tobytes(), 1)
+    head = ["Content-Encoding: deflate", f"Inference-Header-Content-Length: {len(text)}"]
+    status, headers, answer = raw.ask(post(body, "identity", *head))
+    assert status == 200
+    assert answer[int(headers["inference-header-content-length"]) :] == values.tobytes()
+
+
 # -- deadlines and callers that go -----------------------------------------------------------------------------------
 
 
@@ -951,6 +1013,29 @@ def test_a_rate_is_429_with_the_time_until_it_allows_more(triton: str, tenants_f
         assert status == 429
         assert 90 <= int(headers["retry-after"]) <= 100
         assert 90_000 <= int(headers["retry-after-ms"]) <= 100_000
+
+
+@pytest.mark.parametrize("headers", [[], ["Content-Encoding: gzip"]])
+def test_who_is_above_his_rate_is_refused_before_his_request_is_read(
+    triton: str, tenants_file: Path, headers: list[str]
+) -> None:
+    with entering(triton, tenants_file) as entry, Raw(entry.port) as raw:
+        key = "tritonpilot-key: tp_slow"
+        for _ in range(2):
+            raw.ask(post(body_of(), "identity", key))
+        answer = raw.ask(post(b"no JSON, and no gzip", "identity", key, *headers))
+        assert answer[0] == 429
+        assert 90 <= int(answer[1]["retry-after"]) <= 100
+        assert [refusal.kind for refusal in entry.seen.refusals] == ["rate", "rate"]
+        assert entry.seen.denied == []
+        assert entry.front.buffered_bytes == 0
+
+
+def test_tenants_may_send_less_json(triton: str, tenants_file: Path) -> None:
+    with entering(triton, tenants_file) as entry, Raw(entry.port) as raw:
+        answer = raw.ask(post(body_of() + b" " * 2**20, "identity", "tritonpilot-key: tp_shop"))
+        assert answer[0] == 413
+        assert "1048576" in error_of(answer)
 
 
 def test_tenants_may_not_use_shared_memory(triton: str, tenants_file: Path) -> None:

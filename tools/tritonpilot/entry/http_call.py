@@ -13,7 +13,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -34,6 +34,10 @@ _DEADLINE = messages.DEADLINE_HEADER.encode()
 _CLASS = messages.CLASS_HEADER.encode()
 _NO_REGIONS = "Shared memory cannot be used where tenants share a Triton."
 _REJECTIONS = (429, 503)
+_INFLATED_BYTES = (
+    4 * 2**20
+)  # of a compressed body in one step, after which it is looked at what all requests have together
+_DEFLATED_BYTES = 2**20
 
 
 class Route:
@@ -108,7 +112,7 @@ class Call:
         self.is_kept_alive = False
         self.is_old = False  # HTTP/1.0
         self.encoding = b""
-        self.body: list[bytes] = []
+        self.body: list[bytes | bytearray] = []
         self.body_size = 0
         self.body_until = 0.0
         self.buffered_bytes = 0
@@ -243,17 +247,50 @@ class Call:
         """What cannot be had at once: the terms of a model that is new here, a body without its compression."""
         assert self.route is not None
         try:
-            if self.encoding:
-                body, limit = b"".join(self.body), self._front.limits.body_bytes
-                loop = asyncio.get_running_loop()
-                self.body = [await loop.run_in_executor(None, _decompressed, body, self.encoding, limit)]
-                self.body_size = len(self.body[0])
             terms = await self._front.desk.fetch_terms(self.route.model)
+            if self.encoding and not self._is_refused(terms):
+                await self._decompress()
             if self._caller is not None:
                 self._submit(terms)
         except Denied as denied:
             if self._caller is not None:
                 self._deny(denied)
+
+    async def _decompress(self) -> None:
+        """Step by step, in a thread, until the caller leaves. Raises Denied."""
+        front, body = self._front, bytearray()
+        steps = _decompressed(b"".join(self.body), self.encoding)
+        self.body = []
+        loop = asyncio.get_running_loop()
+        while self._caller is not None:
+            size = await loop.run_in_executor(None, _extend, body, steps)
+            if self._caller is None:
+                return
+            if not size:
+                self._hold(-self.body_size)  # the compressed one
+                self.body, self.body_size = [body], len(body)
+                return
+            self._hold(size)
+            if len(body) > front.limits.body_bytes:
+                raise messages.refused(
+                    "too_large", f"The request's body is larger than {front.limits.body_bytes} bytes when decompressed."
+                )
+            if front.buffered_bytes > front.limits.buffered_bytes:
+                raise messages.refused("queue_full", messages.HELD_TOO_MUCH, 1.0)
+
+    def _hold(self, size: int) -> None:
+        self.buffered_bytes += size
+        self._front.buffered_bytes += size
+
+    def _is_refused(self, terms: ModelTerms) -> bool:
+        """Whether the tenant may not ask now. Then it is answered. Raises Denied."""
+        if self.tenant is None:
+            return False
+        desk = self._front.desk
+        refusal = desk.gate.refuses_tenant(terms, desk.class_of(self.tenant, terms, None, None), self.tenant)
+        if refusal is not None:
+            self._refuse(None, refusal)
+        return refusal is not None
 
     def _prepared(self, task: asyncio.Task[None]) -> None:
         self._front.tasks.discard(task)
@@ -266,23 +303,26 @@ class Call:
 
     def _submit(self, terms: ModelTerms) -> None:
         """Raises Denied, except for what the gate refuses: that is answered here."""
-        headers, desk = self.headers, self._front.desk
+        if self._is_refused(terms):
+            return
+        headers, desk, limits = self.headers, self._front.desk, self._front.limits
         body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
         self.body = []
         json_size = headers.get(b"inference-header-content-length")
         if json_size is None:
-            text: bytes | memoryview = body
+            text: bytes | bytearray | memoryview = body
         else:
             size = _size_of(json_size, len(body))
             view = memoryview(body)
             text, self._tail = view[:size], view[size:]
-        if len(text) > self._front.limits.json_bytes:
+        most = limits.json_bytes if self.tenant is None else min(limits.json_bytes, limits.json_bytes_of_tenant)
+        if len(text) > most:
             raise messages.refused(
                 "too_large",
-                f"The request has {len(text)} bytes of JSON, more than {self._front.limits.json_bytes}. "
+                f"The request has {len(text)} bytes of JSON, more than {most}. "
                 "Send its tensors in the binary form of KServe's extension.",
             )
-        asked, self._dumps = _parsed(text)
+        asked, self._dumps = _parsed(text, limits.lenient_json_bytes)
         parameters = asked.get("parameters")
         if parameters is None:
             parameters = asked["parameters"] = {}
@@ -347,7 +387,7 @@ class Call:
         if self._caller is not None:
             self._deny(messages.refused("bad_request", f"The request's JSON cannot be passed on: {reason}."))
 
-    def _refuse(self, _: Ticket, refusal: Refusal) -> None:
+    def _refuse(self, _: Ticket | None, refusal: Refusal) -> None:
         if not self._is_sent:
             self._ticket = None
             self._drop_body()
@@ -395,13 +435,21 @@ def _size_of(text: bytes, body_size: int) -> int:
     return size
 
 
-def _parsed(text: bytes | memoryview) -> tuple[dict[str, Any], Callable[[Any], bytes]]:
+def _parsed(
+    text: bytes | bytearray | memoryview, most_lenient_bytes: int
+) -> tuple[dict[str, Any], Callable[[Any], bytes]]:
     """The request's JSON, and what writes it again."""
     dumps: Callable[[Any], bytes] = orjson.dumps
     try:
         try:
             asked = orjson.loads(text)
-        except orjson.JSONDecodeError:
+        except orjson.JSONDecodeError as error:
+            if len(text) > most_lenient_bytes:
+                raise messages.refused(
+                    "bad_request",
+                    f"The request's JSON cannot be read: {error}. In more than {most_lenient_bytes} bytes of JSON there must be no "
+                    "NaN or Infinity: send such tensors in the binary form of KServe's extension.",
+                ) from None
             # This one also takes NaN and Infinity, which Triton knows, and lone surrogates.
             asked, dumps = json.loads(bytes(text), parse_float=_finite), _dumps_all
     except (ValueError, RecursionError) as error:
@@ -442,6 +490,10 @@ def _check_tensors(asked: dict[str, Any], json_size: int, body_size: int, *, is_
     elements end the whole server. Each element takes a byte of the request: no honest tensor has more elements than bytes.
     Regions of shared memory belong to whoever registered them with Triton, which does not know tenants.
     """
+    for what in ("inputs", "outputs"):
+        tensors = asked.get(what)
+        if type(tensors) is list and len(tensors) > messages.MAX_TENSORS:
+            raise messages.refused("bad_request", f"The request has more than {messages.MAX_TENSORS} {what}.")
     inputs = asked.get("inputs")
     for tensor in inputs if type(inputs) is list else ():
         if type(tensor) is not dict:
@@ -453,6 +505,10 @@ def _check_tensors(asked: dict[str, Any], json_size: int, body_size: int, *, is_
         shape = tensor.get("shape")
         if type(shape) is not list or (region is not None and not has_data):
             continue
+        if len(shape) > messages.MAX_DIMENSIONS:
+            raise messages.refused(
+                "bad_request", f"An input's shape has more than {messages.MAX_DIMENSIONS} dimensions."
+            )
         elements = 1
         for dimension in shape:
             if type(dimension) is int:
@@ -475,16 +531,32 @@ def _region_of(tensor: dict[str, Any]) -> object:
     return parameters.get("shared_memory_region") if type(parameters) is dict else None
 
 
-def _decompressed(body: bytes, encoding: bytes, limit: int) -> bytes:
-    bits = (31,) if encoding == b"gzip" else (15, -15)  # "deflate" is zlib's format, but some send it bare
-    for which in bits:
-        stream = zlib.decompressobj(which)
-        try:
-            data = stream.decompress(body, limit + 1)
-        except zlib.error:
-            continue
-        if len(data) > limit:
-            raise messages.refused("too_large", f"The request's body is larger than {limit} bytes when decompressed.")
-        if stream.eof and not stream.unused_data:
-            return data
-    raise messages.refused("bad_request", f"The request's body is not {encoding.decode()}, or is not complete.")
+def _decompressed(body: bytes, encoding: bytes) -> Iterator[bytes]:
+    """The body's data in pieces. Raises Denied."""
+    bits = 31
+    if encoding == b"deflate":  # which is zlib's format, but some send it bare
+        bits = 15 if len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0 else -15
+    stream = zlib.decompressobj(bits)
+    rest = memoryview(body)
+    piece: bytes | memoryview = b""
+    try:
+        while not stream.eof:
+            piece = stream.unconsumed_tail
+            if not piece:
+                piece, rest = rest[:_DEFLATED_BYTES], rest[_DEFLATED_BYTES:]
+            data = stream.decompress(piece, _INFLATED_BYTES)
+            if data:
+                yield data
+            elif not piece:
+                break
+    except zlib.error:
+        pass
+    if not stream.eof or stream.unused_data or rest:
+        raise messages.refused("bad_request", f"The request's body is not {encoding.decode()}, or is not complete.")
+
+
+def _extend(body: bytearray, pieces: Iterator[bytes]) -> int:
+    """Add the next piece and return its size, 0 at the end."""
+    piece = next(pieces, b"")
+    body += piece
+    return len(piece)

@@ -37,11 +37,13 @@ _UNSENT_BYTES = 512 * 1024  # of an answer, from where on Triton's connection is
 _MOST_ROUTES = _MOST_HEADS = 1024
 _MOST_HEAD_BYTES = 2048
 _BLANK_LINE = b"\r\n\r\n"
-_TOO_MANY_BYTES = "The entry holds too many bytes of waiting requests."
 _CHUNK_OVERHEAD = 16  # bytes of framing for each byte of a chunked body, at most
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _OVERLOADED = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+_ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+")  # before the path, as proxies send it (RFC 9112 3.2.2)
 _PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(infer|ready|config))?/?")
+# Paths of a model without more, to which Triton 2.51 gives a meaning of its own: the statistics of all models.
+_TAKEN = frozenset([b"/v2/models/stats"])
 _SERVER_PATHS = {
     b"/v2/health/live": True,
     b"/v2/health/ready": True,
@@ -71,8 +73,12 @@ class Limits:
 
     header_bytes: int = 16 * 1024
     body_bytes: int = 64 * MIB  # as sent, and after decompression
-    json_bytes: int = 8 * MIB  # of which parsing holds up everybody else: tensors belong into the binary part
-    buffered_bytes: int = 1024 * MIB  # bodies of all requests that wait or are still arriving
+    json_bytes: int = messages.MAX_PARSED_BYTES  # without tenants: tensors belong into the binary part
+    json_bytes_of_tenant: int = messages.MAX_PARSED_BYTES_OF_TENANT
+    lenient_json_bytes: int = 256 * 1024  # with NaN and Infinity, of which parsing takes 20 times as long
+    buffered_bytes: int = (
+        messages.MAX_HELD_BYTES
+    )  # bodies of all requests that wait or are still arriving, decompressed
     connections: int = 4096
     idle_s: float = 75.0  # between two requests
     head_s: float = 10.0  # from the first byte of a request to the end of its head
@@ -159,20 +165,21 @@ class HttpFront:
         return route
 
     def _find_route(self, target: bytes) -> Route:
-        path = target.partition(b"?")[0]
+        absolute = _ABSOLUTE.match(target)
+        path = target[absolute.end() if absolute else 0 :].partition(b"?")[0]
         if path in _SERVER_PATHS:
             return Route(path.rstrip(b"/"), "", is_infer=False, is_open=_SERVER_PATHS[path])
         found = _PATH.fullmatch(path)
         what = found[3] if found else None
         if found is None or (what == b"config" and self.desk.tenants is not None):
-            raise messages.refused(
-                "unknown_path", "The entry has no such path. It serves inference, health and metadata."
-            )
+            raise _no_such_path()
         model = messages.model_name(found[1])
         version = messages.model_version((found[2] or b"").decode("latin-1"))
         trailing = [b"versions", version.encode()] if version else []
         trailing += [what] if what else []
         forwarded = b"/".join([b"/v2/models", model.encode(), *trailing])
+        if forwarded in _TAKEN:
+            raise _no_such_path()
         return Route(forwarded, model, is_infer=what == b"infer", is_open=False)
 
     def _look_at_times(self) -> None:
@@ -182,6 +189,10 @@ class HttpFront:
         limits = self.limits
         every_s = min(1.0, limits.idle_s / 4, limits.head_s / 4, limits.body_s / 4, limits.write_s / 4)
         self._sweep = asyncio.get_running_loop().call_later(every_s, self._look_at_times)
+
+
+def _no_such_path() -> Denied:
+    return messages.refused("unknown_path", "The entry has no such path. It serves inference, health and metadata.")
 
 
 class _Stop(Exception):  # noqa: N818
@@ -388,7 +399,7 @@ class Connection(asyncio.Protocol):
             reading.denied = self._body_too_large()
             self._stop_with(reading)
         if front.buffered_bytes > self._limits.buffered_bytes:
-            reading.denied = messages.refused("queue_full", _TOO_MANY_BYTES, 1.0)
+            reading.denied = messages.refused("queue_full", messages.HELD_TOO_MUCH, 1.0)
             self._stop_with(reading)
 
     def on_message_complete(self) -> None:
@@ -460,7 +471,7 @@ class Connection(asyncio.Protocol):
         try:
             self._identify(call, known.route)
             if self._front.buffered_bytes > self._limits.buffered_bytes:
-                raise messages.refused("queue_full", _TOO_MANY_BYTES, 1.0)
+                raise messages.refused("queue_full", messages.HELD_TOO_MUCH, 1.0)
         except Denied as denied:
             call.denied = denied
         self._complete(call, not self._front.is_closing)
