@@ -82,6 +82,12 @@ def test_each_class_is_a_level_and_one_more_rejects_wake_requests(services: Call
     assert (policies[3].timeout_action, policies[3].default_timeout_microseconds) == (action.REJECT, 1)
 
 
+def test_an_int8_model_that_was_not_made_names_the_command(services: Callable[..., list[Any]]) -> None:
+    quantize = "  samples: samples.npz\n  quantize: {calibration: c.npz, evaluation: e.npz, publish: beside}\n"
+    with pytest.raises(ModelError, match=r"model\.int8\.onnx does not exist\..*`tritonpilot quantize iris`"):
+        build.plan(services("  samples: samples.npz\n", quantize))
+
+
 def test_without_a_queue_delay_a_request_may_shorten_its_timeout(services: Callable[..., list[Any]]) -> None:
     policies = config_of(services("queue_delay_us: 100", "queue_delay_us: 0")).dynamic_batching.priority_queue_policy
     assert policies[1].allow_timeout_override

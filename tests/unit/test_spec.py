@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tritonpilot.errors import SpecError
+from tritonpilot.model_config import model_file
 from tritonpilot.pipeline import parts
 from tritonpilot.spec import json_schema, load_service, load_services
 
@@ -46,7 +47,9 @@ def test_a_class_waits_less_than_its_promise_when_it_says_no_timeout(tmp_path: P
 
     realtime, batch = service.classes
 
-    assert (service.promise_ms(realtime), service.timeout_ms(realtime)) == (50, 40), "the default class has the service's SLO"
+    assert (service.promise_ms(realtime), service.timeout_ms(realtime)) == (50, 40), (
+        "the default class has the service's SLO"
+    )
     assert (service.promise_ms(batch), service.timeout_ms(batch)) == (2000, 1600)
     assert load_service(write(tmp_path, GOOD)).timeout_ms(batch.model_copy(update={"p99_ms": None})) == 3_600_000
 
@@ -242,3 +245,44 @@ def test_the_examples_of_the_project_are_valid() -> None:
     services = load_services(Path(__file__).parents[2] / "models")
 
     assert {"ctr", "image"} <= {service.service for service in services}
+
+
+QUANTIZED = GOOD.replace(
+    "  file: model.onnx\n",
+    "  file: model.onnx\n  quantize: {calibration: c.npz, evaluation: e.npz, metric: auc, publish: beside}\n",
+)
+
+
+def test_an_int8_model_is_served_beside_its_fp32_one(tmp_path: Path) -> None:
+    int8, fp32 = parts(load_service(write(tmp_path, QUANTIZED)))
+
+    assert (int8.service, fp32.service) == ("iris_int8", "iris")
+    assert int8.model is not None
+    assert fp32.model is not None
+    assert (int8.model.file, fp32.model.file) == ("model.int8.onnx", "model.onnx")
+    assert int8.classes == fp32.classes
+
+
+def test_an_int8_model_is_served_instead_of_its_fp32_one(tmp_path: Path) -> None:
+    service = load_service(write(tmp_path, QUANTIZED.replace("beside", "instead")))
+
+    assert [part.service for part in parts(service)] == ["iris"]
+    assert model_file(service, "cpu") == (tmp_path / "model.int8.onnx", "onnx")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("metric: auc", "metric: acc", "model.quantize.metric"),
+        ("metric: auc", "max_loss: 1.0", "less than 1"),
+        ("metric: auc", "samples: 0", "greater than or equal to 1"),
+        ("evaluation: e.npz, ", "", "model.quantize.evaluation"),
+        ("file: model.onnx", "file: model.plan", "`quantize` is for ONNX models"),
+        ("file: model.onnx", "backend: labels", "belong to model files"),
+    ],
+)
+def test_a_wrong_quantisation_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in QUANTIZED
+    with pytest.raises(SpecError) as refused:
+        load_service(write(tmp_path, QUANTIZED.replace(old, new)))
+    assert said in str(refused.value)

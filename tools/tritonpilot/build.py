@@ -27,6 +27,8 @@ from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, ve
 from tritonpilot.repository import models as repository_models
 from tritonpilot.spec import SERVICE_FILE, Service, SpecificVersions, load_services
 
+INT8_SUFFIX = ".int8.onnx"  # what `tritonpilot quantize` makes, and no prepare script
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,28 +61,33 @@ def prepare(
     its files.
     """
     for script, wanted in missing_files(services, target, others).items():
-        missing = [file for file in wanted if not file.is_file()]
-        if not missing:
-            continue  # another script made them
-        name = script.parent.name
-        if not script.is_file():
-            raise ModelError(
-                f"The prepare script {script} does not exist, and neither does {missing[0]}. "
-                "Nothing was changed. Correct `prepare` in the service file or put the file there."
-            )
-        narrate(f"{name}: making {', '.join(file.name for file in missing)} with {script} (only needed once)")
-        started = time.monotonic()
-        command = [sys.executable, str(script), "--output", str(missing[0].parent)]
-        done = subprocess.run(command, stdout=sys.stderr, check=False)
-        missing = [file for file in wanted if not file.is_file()]
-        if done.returncode != 0 or missing:
-            raise ModelError(
-                f"`{' '.join(command)}` "
-                + (f"failed with exit code {done.returncode}" if done.returncode else f"did not make {missing[0].name}")
-                + f"; its messages are above. {wanted[0]} was not made, and the repository is unchanged. Repair the script's "
-                "cause and repeat."
-            )
-        narrate(f"{name}: made them in {time.monotonic() - started:.0f} s")
+        run_script(script, wanted, narrate)
+
+
+def run_script(script: Path, wanted: Sequence[Path], narrate: Callable[[str], None]) -> None:
+    """Let a prepare script make the files that are missing, if some are. Raises ModelError when it does not."""
+    missing = [file for file in wanted if not file.is_file()]
+    if not missing:
+        return
+    name = script.parent.name
+    if not script.is_file():
+        raise ModelError(
+            f"The prepare script {script} does not exist, and neither does {missing[0]}. "
+            "Nothing was changed. Correct `prepare` in the service file or put the file there."
+        )
+    narrate(f"{name}: making {', '.join(file.name for file in missing)} with {script} (only needed once)")
+    started = time.monotonic()
+    command = [sys.executable, str(script), "--output", str(missing[0].parent)]
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    missing = [file for file in wanted if not file.is_file()]
+    if done.returncode != 0 or missing:
+        raise ModelError(
+            f"`{' '.join(command)}` "
+            + (f"failed with exit code {done.returncode}" if done.returncode else f"did not make {missing[0].name}")
+            + f"; its messages are above. {wanted[0]} was not made, and the repository is unchanged. Repair the script's "
+            "cause and repeat."
+        )
+    narrate(f"{name}: made them in {time.monotonic() - started:.0f} s")
 
 
 def missing_files(
@@ -198,7 +205,11 @@ def _plan_model(service: Service, target: Target) -> Plan:
         if not path.is_file():
             raise ModelError(
                 f"{service.path}: the model file {path} does not exist. Nothing was changed. "
-                f"{_how_to_prepare(service, 'Put it there or correct model.file.')}"
+                + (
+                    f"Make it: `tritonpilot quantize {service.service.removesuffix('_int8')}`."
+                    if path.name.endswith(INT8_SUFFIX)
+                    else _how_to_prepare(service, "Put it there or correct model.file.")
+                )
             )
     own = {name: path for name, path in files.items() if path.suffix != ".onnx"}  # which is read as a whole
     backends.check_files(model.backend, model_config.parameters(service), own)
@@ -266,7 +277,11 @@ def _preparations(services: Sequence[Service], target: Target) -> dict[Path, lis
         files += [part.samples] if part.samples else []
         is_own_code = part.model is not None and part.model.backend is not None
         wanted = found.setdefault(part.folder / script, [])
-        wanted += [file for file in files if file not in wanted and not (is_own_code and file.suffix == ".py")]
+        wanted += [
+            file
+            for file in files
+            if file not in wanted and not (is_own_code and file.suffix == ".py") and not file.name.endswith(INT8_SUFFIX)
+        ]
     return found
 
 

@@ -26,8 +26,10 @@ from tritonpilot.entry import tenants as tenant_keys
 from tritonpilot.errors import PilotError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.model_config import Target
+from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.server import serve as serve_until_signal
+from tritonpilot.written import nearest
 
 app = typer.Typer(
     name="tritonpilot",
@@ -246,6 +248,54 @@ def check_tenants(file: Annotated[Path, typer.Argument(help="Tenants file.")]) -
         print(f"{tenant.name}: {rate}, {most}")
 
 
+@app.command(epilog="Example: tritonpilot quantize ctr && tritonpilot quantize text")
+def quantize(
+    name: Annotated[str, typer.Argument(help="Service, or one model of a pipeline (text_net).", metavar="NAME")],
+    only: Annotated[
+        str, typer.Option(help="Choose calibration rows from one slice alone, e.g. term=36.", metavar="SLICE=VALUE")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Go on with rows that do not cover production.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the choice of rows.", min=0)] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="How long each candidate is measured at each batch size.", min=0.1)
+    ] = 2.0,
+    models: Models = MODELS,
+    as_json: Json = False,
+) -> None:
+    """Make an INT8 model that is proved accurate and faster (ONNX, `quantize` in the service file), or say why FP32 stays."""
+    from tritonpilot.quantize import run as quantizing  # imports ONNX Runtime's tools and the plotting library
+
+    slice_name, _, value = only.partition("=")
+    if only and not (slice_name and value):
+        raise typer.BadParameter(f"{only!r} is not SLICE=VALUE", param_hint="--only")
+    found = []
+    for part in _quantised_parts(spec.load_services(models), name):
+        wanted = part.model.quantize if part.model is not None else None
+        if wanted is not None and wanted.prepare is not None:
+            files = [part.folder / wanted.calibration, part.folder / wanted.evaluation]
+            building.run_script(part.folder / wanted.prepare, files, _narrate)
+        found.append(
+            quantizing.quantize(
+                part,
+                _narrate,
+                only=(slice_name, value) if only else None,
+                is_forced=force,
+                seed=seed,
+                seconds=seconds,
+            )
+        )
+    if as_json:
+        shown = [{"model": each.model, "file": str(each.path) if each.path else None, **each.figures} for each in found]
+        print(json.dumps(shown, indent=2))
+        return
+    for each in found:
+        print(f"{each.model}: {each.reason}")
+        if each.path is not None:
+            print(
+                f"  {each.path}, its manifest {each.path.with_suffix('.json').name} and {each.path.with_suffix('.html').name}"
+            )
+
+
 @app.command(epilog="Example: tritonpilot measure ctr --concurrency 1,4,16,64")
 def measure(
     service: Annotated[str, typer.Argument(help="Service to measure.")],
@@ -306,6 +356,22 @@ def demo(models: Models = MODELS, repository: Repository = REPOSITORY, as_json: 
 def schema() -> None:
     """Print the JSON Schema of service.yaml, for editors."""
     print(json.dumps(spec.json_schema(), indent=2))
+
+
+def _quantised_parts(services: list[spec.Service], name: str) -> list[spec.Service]:
+    """The models with a `quantize` that a service, or one of its models, is called by that name."""
+    everything = [(service.service, part) for service in services for part in parts(service)]
+    named = [part for service, part in everything if name in (service, part.service)]
+    if not named:
+        known = sorted({service.service for service in services})
+        raise SpecError(f"There is no service or model {name}{nearest(name, known)}. Nothing was changed.")
+    chosen = [part for part in named if part.model is not None and part.model.quantize is not None]
+    if not chosen:
+        raise SpecError(
+            f"{named[0].path}: no model of {name} says `quantize`. Nothing was changed. Give it calibration and evaluation "
+            "rows (docs/quantization.md)."
+        )
+    return chosen
 
 
 def _narrate(line: str) -> None:

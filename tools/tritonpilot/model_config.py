@@ -28,6 +28,7 @@ from tritonpilot.spec import (
     Service,
     SpecificVersions,
     Tensor,
+    int8_file,
 )
 
 Target = Literal["auto", "cpu", "gpu"]
@@ -62,6 +63,8 @@ def model_file(service: Service, target: Target) -> tuple[Path, ModelFormat]:
     assert model is not None
     assert model.file is not None
     name, stated = model.file, model.format
+    if model.quantize is not None and model.quantize.publish == "instead":
+        name = int8_file(name)
     if target == "gpu" and model.gpu.file:
         name, stated = model.gpu.file, model.gpu.format
     path = service.folder / name

@@ -9,14 +9,28 @@ may wait for company in all, so each step gets its share (docs/adr/0009-pipeline
 
 from __future__ import annotations
 
-from tritonpilot.spec import Model, Pipeline, Service, Step
+from tritonpilot.spec import Model, Pipeline, Service, Step, int8_file
 
 
 def parts(service: Service) -> list[Service]:
     """The services that the models of a service come from, steps first; other services that it names are not among them.
 
-    The last one has the service's own name. For an ensemble it keeps `pipeline`; a driver's has a `model`.
+    The last one has the service's own name. For an ensemble it keeps `pipeline`; a driver's has a `model`. A model that is
+    published as INT8 `beside` comes twice.
     """
+    return [each for part in _parts(service) for each in (*_beside(part), part)]
+
+
+def _beside(part: Service) -> list[Service]:
+    """The INT8 model of a part, where it is served under a name of its own."""
+    model = part.model
+    if model is None or model.quantize is None or model.quantize.publish != "beside":
+        return []
+    twin = model.model_copy(update={"file": int8_file(str(model.file)), "quantize": None, "prepare": None})
+    return [part.model_copy(update={"service": f"{part.service}_int8", "model": twin})]
+
+
+def _parts(service: Service) -> list[Service]:
     pipeline = service.pipeline
     if pipeline is None:
         return [service]

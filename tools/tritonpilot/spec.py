@@ -91,6 +91,32 @@ class GpuModel(Written):
     precision: Literal["fp32", "fp16", "int8"] = Field("fp32", description="precision mode of the accelerator")
 
 
+class Quantize(Written):
+    """INT8 of an ONNX model with a proof of accuracy: what `tritonpilot quantize` works from (docs/quantization.md)."""
+
+    calibration: str = Field(description=".npz of rows as production sends them; calibration rows are chosen from it")
+    evaluation: str = Field(description=".npz of labelled rows that the loss is judged on")
+    prepare: str | None = Field(None, description="Python script that makes both: run as `SCRIPT --output DIR`")
+    metric: Literal["auc", "top1", "pearson", "exact", "agreement", "argmax"] = Field(
+        "agreement", description="how answers are judged; agreement and argmax compare with FP32 and need no labels"
+    )
+    max_loss: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.01, description="relative; its 95 % interval must lie below"
+    )
+    least_cosine: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="mean cosine of answers to FP32's, where answers are vectors"
+    )
+    samples: Annotated[int, Field(ge=1, le=100_000)] = Field(200, description="calibration rows")
+    publish: Literal["beside", "instead"] | None = Field(
+        None, description="serve it as the model NAME_int8 too, or as a new version under the model's own name"
+    )
+
+
+def int8_file(name: str) -> str:
+    """The INT8 file beside an ONNX model: build/model.onnx -> build/model.int8.onnx"""
+    return str(Path(name).with_suffix(".int8.onnx"))
+
+
 class Model(Written):
     """What runs: a model file, or a Python-based backend with its files and parameters."""
 
@@ -110,6 +136,7 @@ class Model(Written):
     inputs: list[Tensor] | None = Field(None, description="checked against the model; required when it cannot be read")
     outputs: list[Tensor] | None = Field(None, description="as inputs")
     gpu: GpuModel = GpuModel()
+    quantize: Quantize | None = None
 
     @field_validator("parameters")
     @classmethod
@@ -123,8 +150,10 @@ class Model(Written):
     def _something_runs(self) -> Model:
         if self.backend is None and self.file is None:
             raise ValueError("give `file`, a model, or `backend`, what runs without one")
-        if self.backend is not None and (self.format or self.gpu != GpuModel()):
-            raise ValueError("`format` and `gpu` belong to model files, not to a `backend`")
+        if self.backend is not None and (self.format or self.quantize or self.gpu != GpuModel()):
+            raise ValueError("`format`, `gpu` and `quantize` belong to model files, not to a `backend`")
+        if self.quantize and (self.format or FORMAT_OF_SUFFIX.get(Path(str(self.file)).suffix)) != "onnx":
+            raise ValueError("`quantize` is for ONNX models: give the FP32 model as an .onnx file")
         if self.backend == "python" and self.file is None:
             raise ValueError("backend python runs a file of your own: give `file`, e.g. serving.py")
         if self.backend not in (None, "python") and self.file is not None:
@@ -177,7 +206,8 @@ class CallerClass(Written):
     )
     max_queue_size: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(1000, description="0: unlimited")
     timeout_ms: Annotated[float, Field(ge=0.001, le=NO_TIMEOUT_MS)] | None = Field(
-        None, description="longest wait in the queue, longer than batching.queue_delay_us; default: 0.8 of the class's p99_ms"
+        None,
+        description="longest wait in the queue, longer than batching.queue_delay_us; default: 0.8 of the class's p99_ms",
     )
     timeout_action: Literal["reject", "delay"] = "reject"
     share: Annotated[float, Field(gt=0, le=SHARES_MOST)] | None = Field(

@@ -1,0 +1,181 @@
+"""From a model's FP32 file to an INT8 one that was proved accurate and faster, or to the reason why there is none.
+
+    outcome = quantize(part, say=print)            # part: a service with a model of its own that says `quantize`
+    outcome.path, outcome.reason                   # build/model.int8.onnx, "INT8: auc 0.7632 -> 0.7630, ..., 2.6 times ..."
+
+Calibration rows are chosen to cover those that stand for production, candidates are searched, judged and measured, and the chosen
+one is put beside the FP32 model with a manifest and a picture of the choice. Nothing is written unless all of it went well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritonpilot.errors import MeasurementError, ModelError, SpecError
+from tritonpilot.onnx_model import read_signature
+from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, search
+from tritonpilot.quantize.manifest import Cache, Manifest
+from tritonpilot.spec import Service, int8_file
+
+MATES_WITHIN = 1e-5  # static INT8 answers the same whatever its batch-mates; floats that are left may round
+CACHE = "quantize-cache"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it. `path` is None when FP32 stays: then nothing was written."""
+
+    model: str
+    path: Path | None
+    reason: str
+    figures: dict[str, Any]
+
+
+def quantize(
+    part: Service,
+    say: Say,
+    *,
+    only: tuple[str, str] | None = None,
+    is_forced: bool = False,
+    seed: int = 0,
+    seconds: float = 2.0,
+) -> Outcome:
+    """Quantise the model of a service (or of a step). `only` (slice, value) chooses calibration rows from one slice alone.
+
+    Raises SpecError without `quantize`, ModelError for data or models that do not do, also when the calibration rows do not cover
+    the pool (unless forced), MeasurementError when no INT8 model is accurate enough.
+    """
+    model = part.model
+    if model is None or model.quantize is None or model.file is None:
+        raise SpecError(
+            f"{part.path}: {part.service} says nothing about quantisation. Nothing was changed. Give its model a `quantize` with "
+            "calibration and evaluation rows (docs/quantization.md)."
+        )
+    wanted = model.quantize
+    source = part.folder / model.file
+    signature = read_signature(source)
+    pool = data.read(part.folder / wanted.calibration, signature)
+    evaluation = data.read(part.folder / wanted.evaluation, signature)
+    chosen = pool if only is None else _slice(pool, only)
+    indices = coverage.choose(chosen, min(wanted.samples, chosen.count), seed)
+    calibration = chosen.take(indices)
+    covered = coverage.report(pool, calibration)
+    say(f"{part.service}: {calibration.count} of {chosen.count} rows chosen for calibration")
+    if is_forced and (missed := covered.verdict()):
+        say(f"{part.service}: {len(missed)} features are not covered, and it was forced: {missed[0]}")
+    elif not is_forced:
+        covered.ensure()
+    rows = part.batching.max_batch_size or 1
+    result = search.compensate(
+        source,
+        calibration,
+        evaluation,
+        wanted.metric,
+        search.Target(wanted.max_loss, wanted.least_cosine),
+        search.Budget(
+            batch_sizes=tuple(sorted({1, min(rows, 64)})), threads=part.instances[0].threads, seconds=seconds
+        ),
+        store=Cache(source.parent / CACHE),
+        progress=lambda doing, done, total: say(f"{part.service}: {doing} ({done} of {total})"),
+    )
+    figures = _figures(result, covered)
+    if result.chosen.recipe is None:
+        if not any(each.is_accurate for each in result.candidates[1:]):
+            raise MeasurementError(
+                f"{part.service}: no INT8 model is accurate enough: {result.reason}. Nothing was written, FP32 stays."
+            )
+        return Outcome(part.service, None, result.reason, figures)
+    apart = accuracy.check_batch_mates(result.chosen.path, evaluation)
+    if apart > MATES_WITHIN:
+        raise ModelError(
+            f"{part.service}: answers of the INT8 model differ by {apart:.2g} with their batch-mates. Nothing was written."
+        )
+    figures["batch_mates_max_difference"] = apart
+    output = part.folder / int8_file(model.file)
+    history = Manifest(
+        method=result.chosen.recipe.options.method,
+        options=_plain(dataclasses.asdict(result.chosen.recipe)),
+        sample_indices=tuple(int(each) for each in indices),
+        samples_sha256=manifest.cache_key(dict(calibration.inputs)),
+        seeds={"choice": seed},
+        versions=manifest.versions(),
+        model_sha256=manifest.hash_file(source),
+        data_sha256={
+            "calibration": manifest.hash_file(part.folder / wanted.calibration),
+            "evaluation": manifest.hash_file(part.folder / wanted.evaluation),
+        },
+        result_sha256=manifest.hash_file(result.chosen.path),
+        gate=figures["gate"],
+        speed=figures["speed"],
+        coverage=figures["coverage"],
+    )
+    _publish(result, history, output)
+    return Outcome(part.service, output, result.reason, figures)
+
+
+def _slice(pool: data.Rows, only: tuple[str, str]) -> data.Rows:
+    name, value = only
+    if name not in pool.slices:
+        raise SpecError(
+            f"The calibration rows have no slice {name}; they have {', '.join(pool.slices) or 'none'}. Nothing was changed."
+        )
+    places = [place for place, each in enumerate(pool.slices[name]) if str(each) == value]
+    if not places:
+        some = ", ".join(sorted({str(each) for each in pool.slices[name]})[:10])
+        raise SpecError(f"The slice {name} has no value {value}; it has {some}. Nothing was changed.")
+    return pool.take(places)
+
+
+def _figures(result: search.Result, covered: coverage.CoverageReport) -> dict[str, Any]:
+    verdict = result.chosen.verdict
+    return {
+        "reason": result.reason,
+        "gain": round(result.gain(result.chosen), 3),
+        "gate": None if verdict is None else _plain(dataclasses.asdict(verdict)),
+        "speed": _plain(dataclasses.asdict(result.comparison)),
+        "coverage": _plain(covered.summary()),
+        "candidates": [
+            {
+                "name": each.name,
+                "is_accurate": each.is_accurate,
+                "gain": round(result.gain(each), 3),
+                "left": list(each.left),
+            }
+            for each in result.candidates
+        ],
+    }
+
+
+def _publish(result: search.Result, history: Manifest, output: Path) -> None:
+    """Put model, manifest and pictures in place, each whole; the model last, for it is what others read."""
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        aside = Path(folder, output.name)
+        shutil.copyfile(result.chosen.path, aside)
+        written = [manifest.write(aside, history)]
+        for draw, suffix in ((plots.png, ".png"), (plots.html, ".html")):
+            written.append(aside.with_suffix(suffix))
+            draw(result, written[-1])
+        for file in (*written, aside):
+            os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
+
+
+def _plain(value: Any) -> Any:
+    """The same in JSON's types."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if hasattr(value, "item"):
+        return value.item()
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
