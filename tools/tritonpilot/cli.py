@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn, Optional, cast, get_args
 
 import rich
 import typer
@@ -20,8 +20,9 @@ import typer
 import tritonpilot
 from tritonpilot import build as building
 from tritonpilot import demo as demonstration
+from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
-from tritonpilot import samples, spec, sweep
+from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot.entry import tenants as tenant_keys
 from tritonpilot.errors import PilotError, SpecError
 from tritonpilot.measurement import table, to_json
@@ -294,6 +295,58 @@ def quantize(
             print(
                 f"  {each.path}, its manifest {each.path.with_suffix('.json').name} and {each.path.with_suffix('.html').name}"
             )
+
+
+@app.command(epilog="Example: tritonpilot engine ctr --precision fp16")
+def engine(
+    name: Annotated[str, typer.Argument(help="Service, or one model of a pipeline (text_net).", metavar="NAME")],
+    precision: Annotated[str, typer.Option(help="auto (as the ONNX file is), fp32, fp16 or int8.")] = "auto",
+    onnx: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Another ONNX file of the same signature, e.g. the quantised one."),
+    ] = None,
+    ranges: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--range", help="Variable dimensions of an input: NAME=MIN:OPT:MAX[,MIN:OPT:MAX]."),
+    ] = None,
+    opt_batch: Annotated[
+        int, typer.Option(help="Batch that kernels are chosen for; 0: as the service says.", min=0)
+    ] = 0,
+    calibration: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help=".npz of rows for TensorRT's own INT8 calibrator (before 11)."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build although the plan that is there is still right.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, build nothing.")] = False,
+    models: Models = MODELS,
+    as_json: Json = False,
+) -> None:
+    """Build a TensorRT plan on a machine with a GPU, with trtexec from PATH or the container (docs/tensorrt.md)."""
+    if precision not in get_args(trtexec.Precision):
+        raise typer.BadParameter(
+            f"{precision!r} is none of {', '.join(get_args(trtexec.Precision))}", param_hint="--precision"
+        )
+    chosen = trtexec.find_service(spec.load_services(models), name)
+    options = trtexec.EngineOptions(
+        precision=cast(trtexec.Precision, precision),
+        onnx=onnx,
+        ranges=dict(trtexec.parse_range(each) for each in ranges or []),
+        opt_batch=opt_batch or None,
+        calibration=calibration,
+        force=force,
+    )
+    if dry_run:
+        print("\n".join(engines.preview(chosen, options)))
+        return
+    result = engines.build_engine(chosen, options, _narrate)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+        return
+    print(result.describe())
+    if result.service_lines:
+        print(f"{chosen.path} has to say:\n{result.service_lines}")
 
 
 @app.command(epilog="Example: tritonpilot measure ctr --concurrency 1,4,16,64")
