@@ -171,7 +171,7 @@ def _top1(answers: Answers) -> Statistic:
 def _fitted_exact(answers: Answers, where: str) -> Answers:
     assert answers.label is not None
     label, ours, theirs = (_as_text(each) for each in (answers.label, answers.reference, answers.candidate))
-    if ours.dtype.kind == "f" and ours.ndim == label.ndim + 1:
+    if ours.dtype.kind == "f" and ours.ndim == label.ndim + 1 and ours.shape[-1] > 1:
         ours, theirs = ours.argmax(-1), theirs.argmax(-1)
     if ours.shape != label.shape or (ours.dtype.kind == "U") != (label.dtype.kind == "U"):
         raise ModelError(
