@@ -674,6 +674,15 @@ def test_a_shape_of_a_million_numbers_is_not_multiplied(entry: Entry, raw: Raw) 
     assert entry.seen.tickets == []
 
 
+@pytest.mark.parametrize("container", ["[]", "{}"])
+def test_json_of_very_many_lists_or_objects_is_refused(entry: Entry, raw: Raw, container: str) -> None:
+    asked = body_of().decode().replace("-1.0", ",".join([container] * 65_536))
+    answer = raw.ask(post(asked.encode()))
+    assert answer[0] == 400
+    assert "more than 65536 lists and objects" in error_of(answer)
+    assert entry.seen.tickets == []
+
+
 def test_nan_is_taken_in_small_json_only(raw: Raw) -> None:
     body = body_of().replace(b"-1.0", b"NaN")
     assert raw.ask(post(body))[0] == 200

@@ -38,6 +38,9 @@ _INFLATED_BYTES = (
     4 * 2**20
 )  # of a compressed body in one step, after which it is looked at what all requests have together
 _DEFLATED_BYTES = 2**20
+# Lists and objects of a request's JSON: Python's garbage collector looks at all of them again and again while they are made.
+_MOST_CONTAINERS = 65_536
+_FEW_BYTES = 2 * _MOST_CONTAINERS  # of JSON that cannot have so many
 
 
 class Route:
@@ -440,6 +443,14 @@ def _parsed(
 ) -> tuple[dict[str, Any], Callable[[Any], bytes]]:
     """The request's JSON, and what writes it again."""
     dumps: Callable[[Any], bytes] = orjson.dumps
+    if len(text) > _FEW_BYTES:
+        text = bytes(text)
+        if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
+            raise messages.refused(
+                "bad_request",
+                f"The request's JSON has more than {_MOST_CONTAINERS} lists and objects. Send tensors as flat lists, or in the "
+                "binary form of KServe's extension.",
+            )
     try:
         try:
             asked = orjson.loads(text)
