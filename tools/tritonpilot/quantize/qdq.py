@@ -143,7 +143,7 @@ def quantizable_nodes(model: Path, options: QdqOptions | None = None) -> list[No
     Names are those of the prepared model; give a prepared one to save the time of preparing it. Raises ModelError as
     `quantize_static` does, except that the list may be empty.
     """
-    with _prepared(model, None) as graph_file:
+    with prepared(model, None) as graph_file:
         return _targets(onnx.load(str(graph_file)), options or QdqOptions())
 
 
@@ -153,7 +153,7 @@ def prepare(model: Path, output: Path, progress: Progress | None = None) -> None
     Preparing a prepared model changes nothing. Raises ModelError when the model is already quantised, cannot be brought to opset
     13, or is larger than 2 GB; `output` is then as it was.
     """
-    with _whole(output) as aside, _translated(model):
+    with whole(output) as aside, translated(model):
         _prepare(model, aside, progress)
 
 
@@ -163,8 +163,8 @@ def calibrate(model: Path, rows: Rows, options: QdqOptions, progress: Progress |
     A tensor that is constant over all rows has a range without width and is kept exactly. Raises ModelError when a value is not
     finite: then INT8 cannot hold it.
     """
-    with _prepared(model, progress) as prepared, _translated(model), tempfile.TemporaryDirectory() as folder:
-        graph = onnx.load(str(prepared))
+    with prepared(model, progress) as source, translated(model), tempfile.TemporaryDirectory() as folder:
+        graph = onnx.load(str(source))
         if options.smooth is not None:
             _smooth(graph, _targets(graph, options), rows, options, progress)
         return _calibrate(graph, rows, options, Path(folder), progress)
@@ -187,8 +187,8 @@ def quantize_static(
     Raises ModelError when the model is already quantised, too old to be upgraded, larger than 2 GB, has nothing to quantise, or
     has activations that are not finite; HostError when memory runs out. `output` is then as it was, as after Ctrl-C.
     """
-    with _whole(output) as aside, _prepared(model, progress) as prepared, _translated(model):
-        graph = onnx.load(str(prepared))
+    with whole(output) as aside, prepared(model, progress) as source, translated(model):
+        graph = onnx.load(str(source))
         targets = _targets(graph, options)
         if not targets:
             raise ModelError(
@@ -226,7 +226,7 @@ def _prepare(model: Path, output: Path, progress: Progress | None) -> None:
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         source, folded = Path(folder) / "source.onnx", Path(folder) / "folded.onnx"
         onnx.save(graph, str(source))
-        with _quiet():
+        with quiet():
             try:
                 quant_pre_process(str(source), str(folded))
             except Exception:  # noqa: BLE001 - symbolic shapes fail in many ways, and are needed for shapes alone
@@ -316,7 +316,7 @@ def _calibrate(
     settings: dict[str, Any] = {"symmetric": options.activation == "int8", "percentile": options.percentile}
     if options.method == "entropy":
         settings["num_bins"] = 256  # ORT's 128 bins for 128 levels leave nothing to choose; 1024 take minutes
-    with _quiet():
+    with quiet():
         calibrator = create_calibrator(
             source,
             sorted(options.op_types),
@@ -355,7 +355,7 @@ def _insert_qdq(
     left = [node.name for node in graph.graph.node if node.name not in quantized]
     limits = {name: (np.array(low, np.float32), np.array(high, np.float32)) for name, (low, high) in ranges.items()}
     int8 = options.activation == "int8"
-    with _quiet():
+    with quiet():
         quantizer = QDQQuantizer(
             graph,
             options.per_channel,
@@ -369,6 +369,7 @@ def _insert_qdq(
             {"ActivationSymmetric": int8, "WeightSymmetric": True, "MatMulConstBOnly": True},
         )
         quantizer.quantize_model()
+        quantizer.model.topological_sort()
     graph.CopyFrom(quantizer.model.model)
     _keep_float_outputs(graph, quantized, clipped)
     del graph.metadata_props[:]
@@ -577,12 +578,12 @@ def _activations(
     )
     if not seen.graph.output:
         seen.graph.output.extend(graph.graph.output)
-    session = _session(seen.SerializeToString())
+    runner = session(seen.SerializeToString())
     fetched = [name for name in names if name not in inputs]
     total = -(-rows.count // batch)
     for done, feed in enumerate(rows.batches(batch)):
         _tell(progress, doing, done, total)
-        values = session.run(fetched or None, feed)
+        values = runner.run(fetched or None, feed)
         found = dict(zip(fetched, values, strict=False))
         yield {name: feed[name] if name in inputs else found[name] for name in names}
     _tell(progress, doing, total, total)
@@ -671,7 +672,7 @@ def _read_inside(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _session(model: str | bytes) -> onnxruntime.InferenceSession:
+def session(model: str | bytes) -> onnxruntime.InferenceSession:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
@@ -679,13 +680,13 @@ def _session(model: str | bytes) -> onnxruntime.InferenceSession:
 
 def _try(model: Path, rows: Rows) -> None:
     """Run one row, so that nothing is published that ONNX Runtime refuses."""
-    _session(str(model)).run(None, next(rows.batches(1)))
+    session(str(model)).run(None, next(rows.batches(1)))
 
 
 @contextlib.contextmanager
-def _prepared(model: Path, progress: Progress | None) -> Iterator[Path]:
+def prepared(model: Path, progress: Progress | None = None) -> Iterator[Path]:
     """A prepared form of the model: itself, when it is one."""
-    with _translated(model), tempfile.TemporaryDirectory() as folder:
+    with translated(model), tempfile.TemporaryDirectory() as folder:
         if _is_prepared(_load(model)):
             yield model
         else:
@@ -694,7 +695,7 @@ def _prepared(model: Path, progress: Progress | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _whole(output: Path) -> Iterator[Path]:
+def whole(output: Path) -> Iterator[Path]:
     """A file aside that becomes `output` at the end, in one step; a failure or Ctrl-C leaves nothing."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".quantize-") as folder:
@@ -704,7 +705,7 @@ def _whole(output: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _translated(model: Path) -> Iterator[None]:
+def translated(model: Path) -> Iterator[None]:
     """What ONNX and ONNX Runtime raise, in words."""
     try:
         yield
@@ -733,7 +734,7 @@ def _out_of_memory(model: Path) -> HostError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """ONNX Runtime's quantiser prints, and logs advice that does not hold here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
