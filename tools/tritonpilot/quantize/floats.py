@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from tritonpilot.errors import ModelError
@@ -38,6 +39,7 @@ def to_fp16(model: Path, output: Path, exclude: frozenset[str] = frozenset()) ->
         _check_weights(model, graph, exclude)
         with quiet():
             graph = convert_float_to_float16(graph, keep_io_types=True, node_block_list=sorted(exclude))
+            ONNXModel(graph).topological_sort()  # the conversion appends its casts
         del graph.metadata_props[:]
         graph.producer_name = "tritonpilot"
         onnx.save(graph, str(aside))
