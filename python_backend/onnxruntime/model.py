@@ -19,6 +19,7 @@ from pilotlib.instance import settle
 from pilotlib.intake import intake_of
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
 from pilotlib.parameters import ParameterError, parse
+from pilotlib.recorder import recorder_of
 from pilotlib.rows import RowRunner
 from pilotlib.signature import ContradictionError, check, complete, is_complete
 from pilotlib.tensors import BF16, DTYPES_BY_CONFIG, STRING, text_from_bytes
@@ -60,6 +61,14 @@ class TritonPythonModel:
             path = model_path(config, Path(args["model_repository"]) / version)
             session = OnnxSession(path, options, parameters.memory_arena_shrinkage)
             check(config, session.signature)
+            self._recorder = recorder_of(
+                config,
+                keep=parameters.pilot_record,
+                path=parameters.pilot_record_file,
+                drop=parameters.pilot_record_drop,
+                instance=args["model_instance_name"],
+                log=pb_utils.Logger.log_warn,
+            )
         except REFUSALS as error:
             raise pb_utils.TritonModelException(text_of(error)) from None
 
@@ -92,12 +101,21 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """One response per request, in their order."""
-        return self._intake.execute(requests, self._answer)
+        return self._intake.execute(requests, self._answer if self._recorder is None else self._answer_and_record)
 
     def finalize(self):
         """Release the session and end the waker's thread."""
         self._intake.stop()
+        if self._recorder is not None:
+            self._recorder.close()
         self._runner = self._session = None
+
+    def _answer_and_record(self, requests):
+        responses = self._answer(requests)
+        for request, response in zip(requests, responses, strict=True):
+            if not response.has_error():
+                self._recorder.offer({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+        return responses
 
     def _answer(self, requests):
         if self._is_plain:

@@ -70,6 +70,15 @@ class CommonParameters:
         "", "waits after which classes go before better ones, as name:ms; for the entry"
     )
     pilot_slos_ms: str = parameter("", "promises to classes, as name:ms; for the entry")
+    pilot_record: int = parameter(
+        0,
+        "rows of real requests that each instance keeps a fair sample of, to calibrate on; 0 = none is stored",
+        minimum=0,
+    )
+    pilot_record_file: str = parameter(
+        "", "where they are written, as /folder/name.npz; each instance adds its own name"
+    )
+    pilot_record_drop: str = parameter("", "inputs that are never stored, with commas")
     pilot_steps: str = parameter(
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )

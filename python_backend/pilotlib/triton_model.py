@@ -19,6 +19,7 @@ from pilotlib import instance
 from pilotlib.bf16 import bits_from_dlpack, dlpack_from_bits
 from pilotlib.deadlines import DEADLINE_PARAMETER, LATE
 from pilotlib.intake import Intake, intake_of
+from pilotlib.recorder import recorder_of
 from pilotlib.stub import pb_utils
 from pilotlib.tensors import Array
 from pilotlib.told import printable, text_of
@@ -57,6 +58,14 @@ class _TritonModel:
                 device=_device(self.backend_class, args, config.get("backend", "")),
                 log=self._warn,
             )
+            self._recorder = recorder_of(
+                config,
+                keep=common.pilot_record,
+                path=common.pilot_record_file,
+                drop=common.pilot_record_drop,
+                instance=args["model_instance_name"],
+                log=self._warn,
+            )
         except (ValueError, OSError) as error:
             raise pb_utils.TritonModelException(f"{self._prefix}{text_of(error)}") from None
         self._outputs = instance.Outputs(config, checks_shapes=self.backend_class.checks_shapes)
@@ -75,6 +84,8 @@ class _TritonModel:
         """End the waker and give back what the backend took."""
         self._intake.stop()
         self._backend.tear_down()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
         read = [self._read(request) for request in requests]
@@ -82,6 +93,10 @@ class _TritonModel:
             instance.UNKNOWN if isinstance(inputs, BadRequest) else self._outputs.rows_of(inputs) for inputs in read
         ]
         found = answers(self._backend, read)
+        if self._recorder is not None:
+            for inputs, answer in zip(read, found, strict=True):
+                if not isinstance(inputs, BadRequest) and not isinstance(answer, BaseException):
+                    self._recorder.offer(inputs)
         del read  # views of Triton's memory
         if late := sum(isinstance(answer, LateError) for answer in found):
             self._intake.count_late(late)

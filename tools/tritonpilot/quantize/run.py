@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tritonpilot.errors import MeasurementError, ModelError, SpecError
 from tritonpilot.onnx_model import read_signature
 from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, search
@@ -65,11 +68,12 @@ def quantize(
     signature = read_signature(source)
     pool = data.read(part.folder / wanted.calibration, signature)
     evaluation = data.read(part.folder / wanted.evaluation, signature)
-    chosen = pool if only is None else _slice(pool, only)
-    indices = coverage.choose(chosen, min(wanted.samples, chosen.count), seed)
-    calibration = chosen.take(indices)
+    places = np.arange(pool.count) if only is None else _slice(pool, only)
+    count = wanted.samples if only is None else min(wanted.samples, len(places))
+    indices = places[coverage.choose(pool.take(places), count, seed)]
+    calibration = pool.take(indices)
     covered = coverage.report(pool, calibration)
-    say(f"{part.service}: {calibration.count} of {chosen.count} rows chosen for calibration")
+    say(f"{part.service}: {calibration.count} of {len(places)} rows chosen for calibration")
     if is_forced and (missed := covered.verdict()):
         say(f"{part.service}: {len(missed)} features are not covered, and it was forced: {missed[0]}")
     elif not is_forced:
@@ -122,17 +126,18 @@ def quantize(
     return Outcome(part.service, output, result.reason, figures)
 
 
-def _slice(pool: data.Rows, only: tuple[str, str]) -> data.Rows:
+def _slice(pool: data.Rows, only: tuple[str, str]) -> NDArray[np.int64]:
+    """Where the rows of a slice are."""
     name, value = only
     if name not in pool.slices:
         raise SpecError(
             f"The calibration rows have no slice {name}; they have {', '.join(pool.slices) or 'none'}. Nothing was changed."
         )
-    places = [place for place, each in enumerate(pool.slices[name]) if str(each) == value]
-    if not places:
+    places = np.flatnonzero([str(each) == value for each in pool.slices[name]])
+    if not len(places):
         some = ", ".join(sorted({str(each) for each in pool.slices[name]})[:10])
         raise SpecError(f"The slice {name} has no value {value}; it has {some}. Nothing was changed.")
-    return pool.take(places)
+    return places
 
 
 def _figures(result: search.Result, covered: coverage.CoverageReport) -> dict[str, Any]:
