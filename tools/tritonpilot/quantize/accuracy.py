@@ -167,11 +167,11 @@ def gate(
 
 
 def check_batch_mates(model: Path, rows: Rows, batches: Sequence[int] = MATE_BATCHES, threads: int = 1) -> float:
-    """The largest difference of any number of an answer between batch sizes, over the first MATE_ROWS rows.
+    """The largest difference of any number of an answer between batch sizes, over MATE_ROWS rows, evenly taken.
 
     0 for static quantisation in QDQ form, where ranges are constants; rounding (about 1e-6) where floats are left.
     """
-    some = rows.take(np.arange(min(rows.count, MATE_ROWS)))
+    some = rows.take(np.unique(np.linspace(0, rows.count - 1, MATE_ROWS).round().astype(np.int64)))
     first, *others = (predict(model, some, batch, threads) for batch in batches)
     return max(
         (
