@@ -193,7 +193,7 @@ def test_outliers_apart_make_the_model_accurate_by_itself(model: Path, rows: Row
     found = compensate(model, rows, rows, "agreement", target, budget, store=store)
 
     by_name = {each.name: each for each in found.candidates}
-    plain, split = by_name["INT8"], by_name["INT8, outliers apart"]
+    plain, split = by_name["INT8"], by_name["INT8, outliers apart in 1"]
     assert not plain.is_accurate
     assert split.is_accurate
     assert split.noise < plain.noise / 4

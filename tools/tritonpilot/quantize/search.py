@@ -39,6 +39,9 @@ Progress = Callable[[str, int, int], None]
 FP32 = "FP32"
 #: What INT8 must gain, over the batch sizes on average, to be worth a second file: less is within what runs differ by.
 LEAST_GAIN = 1.05
+#: Layers whose input's range shrinks so many times without its outlier channels are split. On MiniLM 3 splits 10 of 36 layers
+#: (mean cosine .9875 -> .9966, 1.97 times the rows of FP32 at batch 16), 1.5 splits 31 (.9988, 1.82 times).
+SPLIT_GAINS = (3.0, 1.5)
 
 
 class Store(Protocol):
@@ -84,10 +87,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an INT8 model is made: options, and whether outlier channels are computed apart first."""
+    """How an INT8 model is made: options, and where outlier channels are computed apart first: in layers whose input's range
+    shrinks at least `split` times by that (None: nowhere)."""
 
     options: QdqOptions
-    split: bool = False
+    split: float | None = None
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,7 @@ def compensate(
     found = [search.fp32(), search.judged("INT8", plain)]
     sensitivities: list[Sensitivity] = []
     if not found[-1].is_accurate:
-        split = search.judged("INT8, outliers apart", dataclasses.replace(plain, split=True))
-        if split.split:
-            found.append(split)
+        found += search.split(plain)
         sensitivities = search.sensitivities(plain)
         found += search.without_worst("INT8", plain, sensitivities)
         if not any(each.is_accurate for each in found[1:]):
@@ -249,6 +251,18 @@ class _Search:
             left=tuple(sorted(recipe.options.exclude)),
             split=len(apart),
         )
+
+    def split(self, plain: Recipe) -> list[Candidate]:
+        """Outlier channels apart in few layers, and in more of them when few are not enough."""
+        found: list[Candidate] = []
+        for least_gain in SPLIT_GAINS:
+            recipe = dataclasses.replace(plain, split=least_gain)
+            _, apart = self._source(recipe)
+            if len(apart) > (found[-1].split if found else 0):
+                found.append(self.judged(f"INT8, outliers apart in {len(apart)}", recipe))
+            if found and found[-1].is_accurate:
+                break
+        return found
 
     def sensitivities(self, recipe: Recipe) -> list[Sensitivity]:
         def make(path: Path) -> None:
@@ -309,13 +323,15 @@ class _Search:
 
     def _source(self, recipe: Recipe) -> tuple[Path, tuple[str, ...]]:
         """The FP32 model that is quantised, and its nodes that hold outlier channels."""
-        if not recipe.split:
+        least_gain = recipe.split
+        if least_gain is None:
             return self.prepared, ()
 
         def make(path: Path) -> None:
-            split_outliers(self.prepared, self.calibration, path, batch=recipe.options.batch, progress=self.progress)
+            batch, progress = recipe.options.batch, self.progress
+            split_outliers(self.prepared, self.calibration, path, least_gain=least_gain, batch=batch, progress=progress)
 
-        parts = (self.source, self.calibration)
+        parts = (self.source, self.calibration, least_gain)
         path = self._kept("split", parts, make, ".onnx")
         nodes = qdq.quantizable_nodes(path)
         return path, tuple(node.name for node in nodes if node.name.endswith("/outliers"))
