@@ -51,6 +51,14 @@ NAMES = [
     "waker_cost",
     "entry_cost",
     "strict_config_loads",
+    "int8_ctr",
+    "int8_image",
+    "int8_text",
+    "int8_risk",
+    "int8_ocr",
+    "compensation_text",
+    "coverage_refusal",
+    "int8_served",
     "demo_time",
 ]
 

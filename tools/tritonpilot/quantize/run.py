@@ -145,6 +145,10 @@ def _figures(result: search.Result, covered: coverage.CoverageReport) -> dict[st
     return {
         "reason": result.reason,
         "gain": round(result.gain(result.chosen), 3),
+        "ratio_by_batch": {
+            str(batch): round(result.comparison.ratio(result.chosen.name, search.FP32, batch), 3)
+            for batch in result.comparison.batch_sizes
+        },
         "gate": None if verdict is None else _plain(dataclasses.asdict(verdict)),
         "speed": _plain(dataclasses.asdict(result.comparison)),
         "coverage": _plain(covered.summary()),
