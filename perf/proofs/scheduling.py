@@ -26,6 +26,7 @@ from tritonpilot.errors import MeasurementError
 MODEL = "busy"
 CLASS_HEADER = "tritonpilot-class"
 KEY_HEADER = "tritonpilot-key"
+ABOUT = 0.2  # how long the model takes need not be exact: ratios are compared
 SLOWEST = 1.4  # served it takes 1.2 to 1.3 times as long as alone; beyond, a slow core would decide
 
 # -- stall_poisson
@@ -57,7 +58,8 @@ def stall_poisson(bench: Bench) -> Outcome:
     }
     random = np.random.default_rng(4)
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
-        root, model_ms = busy.repository_of(Path(folder), bench.cores.server, POISSON_MS, configs, bench.say)
+        core = bench.cores.server
+        root, model_ms = busy.repository_of(Path(folder), core, POISSON_MS, configs, bench.say, ABOUT)
         with serving_from(root, bench, is_pinned=True) as served:
 
             def one() -> dict[str, list[float]]:
@@ -314,7 +316,7 @@ def _entered(
 ) -> Iterator[tuple[Served, Entry, float]]:
     """The busy model on a server of its own core, an entry in front, and how long a row takes alone, ms."""
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
-        root, alone_ms = busy.repository_of(Path(folder), bench.cores.server, model_ms, configs, bench.say)
+        root, alone_ms = busy.repository_of(Path(folder), bench.cores.server, model_ms, configs, bench.say, ABOUT)
         with (
             serving_from(root, bench, is_pinned=True) as served,
             entered(served, core=bench.cores.client, tenants=tenants) as entry,
