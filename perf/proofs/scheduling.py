@@ -175,8 +175,8 @@ REJECTED_P99_MS = 20.0
 PROMISES = f"""\
 batching: {{max_batch_size: 4}}
 classes:
-  - {{name: high, priority: 1, p99_ms: {HIGH_SLO_MS:g}, timeout_ms: 150}}
-  - {{name: low, priority: 2, p99_ms: {LOW_SLO_MS:g}, timeout_ms: 350, share: 0.1}}
+  - {{name: high, priority: 1, p99_ms: {HIGH_SLO_MS:g}}}
+  - {{name: low, priority: 2, p99_ms: {LOW_SLO_MS:g}, share: 0.1}}
 """
 
 
