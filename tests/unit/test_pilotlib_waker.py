@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from pilotlib.waker import EXECUTED_IN_A_ROW, EXPIRED, FAILURES_TOLD, WAKE_ANSWER, WAKES_MAX, Waker, plan, wait_us
+from pilotlib.waker import (
+    EXECUTED_IN_A_ROW,
+    EXPIRED,
+    FAILURES_TOLD,
+    WAKE_ANSWER,
+    WAKES_MAX,
+    WAKES_PER_S,
+    WAKES_SAVED,
+    Waker,
+    plan,
+    wait_us,
+)
 
 REJECTS = {"default_timeout_microseconds": "40000", "allow_timeout_override": True}
 
@@ -199,3 +210,19 @@ def test_the_line_is_given_back_soon_after_the_last_wake_and_at_the_end(start: S
     wait_for(lambda: len(rests) == 1)
     waker.stop()
     wait_for(lambda: len(rests) == 2)
+
+
+def test_a_model_that_goes_on_by_itself_soon_is_not_woken_after_every_execution(start: Start) -> None:
+    """Its callers answer an answer with the next request after 2 ms: then wakes are for nothing, and only so many are paid."""
+    waker, server = start(EXPIRED)
+    began = time.monotonic()
+    for _ in range(100):
+        waker.began()
+        waker.ended()
+        time.sleep(0.003)
+    seconds = time.monotonic() - began
+    assert WAKES_SAVED <= server.wakes <= WAKES_SAVED + WAKES_PER_S * seconds + 2
+    waker.began()
+    waker.ended()
+    before = server.wakes
+    wait_for(lambda: server.wakes > before)
