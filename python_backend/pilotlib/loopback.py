@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import select
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ class Line:
     def post(self, request: bytes) -> socket.socket:
         """Send a request without waiting for its answer; returns its connection. Raises OSError."""
         connection, self._free = self._free, None
+        if connection is not None and select.select([connection], [], [], 0)[0]:
+            connection.close()  # nothing is to come by it: this is its end
+            connection = None
         if connection is not None:
             try:
                 connection.sendall(request)

@@ -15,8 +15,8 @@ from tritonpilot.entry.ticket import Refusal, Tenant, Ticket
 #: Part of the allowed wait that a prediction may fill: estimates are off by some percent, and a late rejection is worse.
 MARGIN = 0.9
 #: The same for a class with others above it, whose load in the meantime is not known: Poisson arrivals of a few rows a batch swing
-#: by a tenth of such a wait, and a late rejection needs three of those.
-MARGIN_BELOW = 0.7
+#: by a tenth of such a wait, late rejections come from three of those and from a core that slows down meanwhile.
+MARGIN_BELOW = 0.6
 #: Retry-After where nothing is known yet, and its upper end: nobody can predict more than that.
 UNKNOWN_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 
