@@ -104,7 +104,7 @@ CLAIMS = {
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
     "waker_cost": "2.2 % at saturation before the waker had a budget of wakes; the full run with it is to come",
-    "stall_poisson": "1.24, and 6 of 2000 above 150 ms (179 without the waker): what is left is being looked into",
+    "stall_poisson": "1.24, for the model took longer for the larger batches that levels make; to be run with single rows",
     "mixed_overload": "goodput and the high class hold, but 1 to 2 % of the rejections come late, after a wait",
     "int8_ctr": "its full run is to come",
     "int8_image": "its full run is to come",
