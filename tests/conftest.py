@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import socket
 import sys
 import textwrap
@@ -14,6 +15,10 @@ import pytest
 from tritonpilot import build, repository, spec
 
 ROOT = Path(__file__).parents[1]
+
+# What runs in the background of a shell is started with SIGINT ignored, and so would be the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONFIG = """
 backend: "python"

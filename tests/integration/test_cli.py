@@ -159,11 +159,6 @@ def test_serve_prints_endpoints_and_a_signal_stops_it_cleanly(project: Path, num
     assert not Path(f"/proc/{facts['pid']}").exists()
 
 
-def _hear_ctrl_c() -> None:
-    """Tests that run in the background of a shell inherit from it that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_a_build_that_is_killed_while_it_prepares_leaves_the_repository_untouched(project: Path) -> None:
     assert run(project, "build").returncode == 0
     folder = project / "models" / "iris"
@@ -173,9 +168,7 @@ def test_a_build_that_is_killed_while_it_prepares_leaves_the_repository_untouche
     )
     (folder / "train.py").write_text("import time\nprint('training', flush=True)\ntime.sleep(60)")
 
-    building = subprocess.Popen(
-        [*COMMAND, "build", "--prepare"], cwd=project, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_ctrl_c
-    )
+    building = subprocess.Popen([*COMMAND, "build", "--prepare"], cwd=project, stderr=subprocess.PIPE, text=True)
     assert building.stderr is not None
     while "training" not in building.stderr.readline():
         assert building.poll() is None
