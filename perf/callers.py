@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import numpy.typing as npt
-import tritonclient.http as httpclient
-from tritonclient.utils import np_to_triton_dtype
+
+from perf.closed_loop import encoded
 
 TIMEOUT_S = 60.0
 NO_ANSWER = 0  # status of a call whose connection broke
@@ -81,16 +81,10 @@ class Call:
         return (self.answered_s - self.sent_s) * 1e3
 
 
-def body(model: str, inputs: Mapping[str, npt.NDArray[Any]], **parameters: int) -> Body:
-    """Encode an inference; `parameters` are those of tritonclient (priority, timeout)."""
-    tensors = []
-    for name, array in inputs.items():
-        tensor = httpclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    content, json_bytes = httpclient.InferenceServerClient.generate_request_body(tensors, **parameters)
-    headers = {"Inference-Header-Content-Length": str(json_bytes)} if json_bytes is not None else {}
-    return Body(f"/v2/models/{model}/infer", bytes(content), headers)
+def body(model: str, inputs: Mapping[str, npt.NDArray[Any]]) -> Body:
+    """Encode an inference."""
+    content, json_bytes, _ = encoded(inputs)
+    return Body(f"/v2/models/{model}/infer", content, {"Inference-Header-Content-Length": json_bytes})
 
 
 def poisson(rate_per_s: float, seconds: float, random: np.random.Generator) -> npt.NDArray[np.float64]:

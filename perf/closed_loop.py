@@ -48,7 +48,7 @@ class ClosedLoop:
         fill: Fill = set_bytes,
     ) -> None:
         self._path = f"/v2/models/{model}/infer"
-        self._bodies = [_encoded(batch, priority, fill) for batch in batches]
+        self._bodies = [encoded(batch, priority, fill) for batch in batches]
         self._connections = [http.client.HTTPConnection(http_url, timeout=TIMEOUT_S) for _ in range(callers)]
         self._threads = ThreadPoolExecutor(callers)
 
@@ -92,7 +92,7 @@ class ClosedLoop:
         return answered
 
 
-def _encoded(batch: Mapping[str, npt.NDArray[Any]], priority: int, fill: Fill) -> tuple[bytes, str, int]:
+def encoded(batch: Mapping[str, npt.NDArray[Any]], priority: int = 0, fill: Fill = set_bytes) -> tuple[bytes, str, int]:
     """(body, length of its JSON part, rows) of a binary inference request."""
     inputs = []
     for name, array in batch.items():

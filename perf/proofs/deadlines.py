@@ -14,6 +14,7 @@ from perf.callers import Due
 from perf.frame import PROJECT, Bench, Outcome
 from perf.subjects import entered, serving_from
 from tritonpilot import build, metrics, repository
+from tritonpilot.entry.messages import CLASS_HEADER, DEADLINE_HEADER
 from tritonpilot.errors import MeasurementError
 from tritonpilot.spec import load_services
 
@@ -54,7 +55,7 @@ def deadlines(bench: Bench) -> Outcome:
             times = np.cumsum(random.exponential(1 / RATE_PER_S, count))
             groups = np.where(random.uniform(size=count) < 0.5, "first", "second")
             asked = [
-                Due(at, group, body, {"tritonpilot-class": group, "tritonpilot-deadline-ms": f"{ms:.3f}"}, number)
+                Due(at, group, body, {CLASS_HEADER: group, DEADLINE_HEADER: f"{ms:.3f}"}, number)
                 for number, (at, group, ms) in enumerate(
                     zip(times.tolist(), groups.tolist(), budgets.tolist(), strict=True)
                 )

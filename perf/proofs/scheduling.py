@@ -20,12 +20,11 @@ from perf.frame import Bench, NoisyRoundError, Outcome, median, spread
 from perf.open_loop import Request, outputs_of
 from perf.subjects import Entry, Served, entered, serving_from
 from tritonpilot import metrics
+from tritonpilot.entry.messages import CLASS_HEADER, KEY_HEADER
 from tritonpilot.entry.tenants import hash_key, new_key
 from tritonpilot.errors import MeasurementError
 
 MODEL = "busy"
-CLASS_HEADER = "tritonpilot-class"
-KEY_HEADER = "tritonpilot-key"
 ABOUT = 0.2  # how long the model takes need not be exact: ratios are compared
 SLOWEST = 1.4  # served it takes 1.2 to 1.3 times as long as alone; beyond, a slow core would decide
 

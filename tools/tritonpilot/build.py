@@ -25,9 +25,7 @@ from tritonpilot.onnx_model import Signature, external_files, read_signature
 from tritonpilot.pipeline import parts, step_model
 from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, versions
 from tritonpilot.repository import models as repository_models
-from tritonpilot.spec import SERVICE_FILE, Service, SpecificVersions, load_services
-
-INT8_SUFFIX = ".int8.onnx"  # what `tritonpilot quantize` makes, and no prepare script
+from tritonpilot.spec import INT8_SUFFIX, SERVICE_FILE, Service, SpecificVersions, load_services
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,13 @@ class Quantize(Written):
     )
 
 
+#: What `tritonpilot quantize` makes, and no prepare script.
+INT8_SUFFIX = ".int8.onnx"
+
+
 def int8_file(name: str) -> str:
     """The INT8 file beside an ONNX model: build/model.onnx -> build/model.int8.onnx"""
-    return str(Path(name).with_suffix(".int8.onnx"))
+    return str(Path(name).with_suffix(INT8_SUFFIX))
 
 
 class Model(Written):
