@@ -152,15 +152,19 @@ def _figures(result: search.Result, covered: coverage.CoverageReport) -> dict[st
         "gate": None if verdict is None else _plain(dataclasses.asdict(verdict)),
         "speed": _plain(dataclasses.asdict(result.comparison)),
         "coverage": _plain(covered.summary()),
-        "candidates": [
-            {
-                "name": each.name,
-                "is_accurate": each.is_accurate,
-                "gain": round(result.gain(each), 3),
-                "left": list(each.left),
-            }
-            for each in result.candidates
-        ],
+        "candidates": [_candidate(result, each) for each in result.candidates],
+    }
+
+
+def _candidate(result: search.Result, candidate: search.Candidate) -> dict[str, Any]:
+    verdict = candidate.verdict
+    said = {} if verdict is None else {"loss": round(verdict.loss, 5), "cosine": _plain(verdict.agreement.cosine)}
+    return {
+        "name": candidate.name,
+        "is_accurate": candidate.is_accurate,
+        "gain": round(result.gain(candidate), 3),
+        **said,
+        "left": list(candidate.left),
     }
 
 
