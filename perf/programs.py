@@ -102,7 +102,9 @@ def _runnable(program: Program, unpacked: Path) -> Path:
     script = unpacked / program.executables[0]
     libraries = os.pathsep.join(str(unpacked / folder) for folder in LIBRARY_FOLDERS)
     with tempfile.NamedTemporaryFile("w", dir=unpacked, delete=False, encoding="utf-8") as file:
-        file.write(f'#!/bin/sh\nLD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" exec "{binary}" "$@"\n')
+        file.write(
+            f'#!/bin/sh\nLD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" exec "{binary}" "$@"\n'
+        )
     Path(file.name).chmod(0o755)
     Path(file.name).replace(script)
     return script

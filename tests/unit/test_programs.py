@@ -38,14 +38,18 @@ def test_an_installed_program_is_taken_under_debians_name_too(nothing_installed:
 
 @pytest.mark.usefixtures("nothing_installed")
 def test_without_apt_it_says_what_to_install_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(MeasurementError, match="no promtool on this machine.*apt-get install prometheus, or put promtool on PATH"):
+    with pytest.raises(
+        MeasurementError, match="no promtool on this machine.*apt-get install prometheus, or put promtool on PATH"
+    ):
         programs.find("promtool", tmp_path / "programs")
 
     assert list((tmp_path / "programs").iterdir()) == []
 
 
 def test_the_last_line_of_apt_is_quoted(nothing_installed: Path, tmp_path: Path) -> None:
-    executable(nothing_installed / "apt-get", "echo first >&2; echo 'E: Unable to locate package prometheus' >&2; exit 100")
+    executable(
+        nothing_installed / "apt-get", "echo first >&2; echo 'E: Unable to locate package prometheus' >&2; exit 100"
+    )
 
     with pytest.raises(MeasurementError, match="Unable to locate package prometheus. Nothing was run"):
         programs.find("prometheus", tmp_path / "programs")
