@@ -165,10 +165,9 @@ def starvation(bench: Bench) -> Outcome:
 
 OVERLOAD = 1.5
 HIGH_PART = 0.2
-OVERLOAD_ROUNDS = 5
+OVERLOAD_ROUNDS = 3
 OVERLOAD_S = 20.0
 CAPACITY_S = 6.0
-CAPACITY_DRIFT = 1.1  # between its measurements before and after: beyond, nobody knows the capacity of the round
 CAPACITY_CALLERS = 16  # of the class that may wait longer: more would be refused
 HIGH_SLO_MS, LOW_SLO_MS = 300.0, 600.0
 HIGH_WITHIN = 0.995
@@ -201,8 +200,6 @@ def mixed_overload(bench: Bench) -> Outcome:
             )
             last = _answers_per_s(callers.in_turn(entry.http, steady, CAPACITY_S))
             _check_speed(served, MODEL, before, model_ms)
-            if max(first, last) > CAPACITY_DRIFT * min(first, last):
-                raise NoisyRoundError(f"the capacity went from {first:.0f} to {last:.0f} answers/s")
             return (first + last) / 2, calls
 
         kept = bench.rounds(1 if bench.quick else OVERLOAD_ROUNDS, one, check=served.server.check_alive)

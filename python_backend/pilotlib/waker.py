@@ -35,10 +35,12 @@ WAKES_MAX = 36  # on their way at once: then Triton's own 500 ms are over
 EXECUTED_IN_A_ROW = 3  # how often an executed wake is followed by another before real work comes
 FAILURES_TOLD = 3  # a server that starts or stops refuses one or two; only more of them are worth a line in the log
 COUNT_EVERY_S = 1.0
-# A wake costs 0.2 to 0.6 ms of CPU time, so that a saturated model whose answers bring the next requests, only later than the waker
-# waits, would spend 2 % of a core on wakes that are for nothing. Beyond so many a second the waker waits longer.
+# A wake costs 0.2 to 0.7 ms of CPU time, so that a saturated model whose answers bring the next requests, only later than the waker
+# waits, would spend 2 % of a core on wakes that are for nothing. Beyond so many a second the waker waits longer first,
 WAKES_PER_S, WAKES_SAVED = 12.0, 12.0
-PATIENT_S = 0.004  # and so much longer
+PATIENT_S = 0.004  # so much longer,
+# as long as that is worth it: when fewer of these waits end by an execution, it does so only to see whether that has changed.
+WORTH_WAITING, WEIGHT_OF_LAST, LOOK_AFTER = 0.5, 0.25, 8
 REST_AFTER_S = 0.1  # without a wake: then the line to the server is given back
 QUEUE_DELAY_MAX_US = 1000
 BACK_OFF_MIN_S = 0.1
@@ -126,6 +128,8 @@ class Waker:
         self._count_at = 0.0
         self._budget = WAKES_SAVED
         self._budget_at = time.monotonic()
+        self._came_by_itself = 1.0  # share of the longer waits, the last ones counting most
+        self._hurried = 0
         self._begun = 0
         self._ended = 0
         self._alarm = Alarm(self._after_s)
@@ -165,8 +169,9 @@ class Waker:
                 continue
             seen = self._begun
             # It can ring while the next execution begins.
-            if self._is_idle(seen) and seen != handled and not self._can_afford():
+            if self._is_idle(seen) and seen != handled and not self._can_afford() and self._is_worth_waiting():
                 self._stopping.wait(PATIENT_S)
+                self._came_by_itself += WEIGHT_OF_LAST * ((not self._is_idle(seen)) - self._came_by_itself)
             if self._is_idle(seen) and seen != handled and not self._is_stopping:
                 handled = seen
                 is_resting = self._rest is None
@@ -182,6 +187,14 @@ class Waker:
         self._budget = min(WAKES_SAVED, self._budget + (now - self._budget_at) * WAKES_PER_S)
         self._budget_at = now
         return self._budget >= 1
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether the next execution may well begin without a wake, or it is time to look again."""
+        if self._came_by_itself < WORTH_WAITING and self._hurried < LOOK_AFTER:
+            self._hurried += 1
+            return False
+        self._hurried = 0
+        return True
 
     def _give_back(self) -> None:
         if self._rest is not None:

@@ -226,3 +226,19 @@ def test_a_model_that_goes_on_by_itself_soon_is_not_woken_after_every_execution(
     waker.ended()
     before = server.wakes
     wait_for(lambda: server.wakes > before)
+
+
+def test_it_does_not_wait_for_executions_that_never_come_by_themselves(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers at random: with the budget spent, only every ninth wait is a long one, to see whether that is worth it again."""
+    monkeypatch.setattr("pilotlib.waker.WAKES_PER_S", 0.0)
+    monkeypatch.setattr("pilotlib.waker.PATIENT_S", 0.2)
+    waker, server = start(EXPIRED)
+    waits_s = []
+    for _ in range(40):
+        before, began = server.wakes, time.monotonic()
+        execute(waker)
+        wait_for(lambda before=before: server.wakes > before)
+        waits_s.append(time.monotonic() - began)
+    assert 3 <= sum(wait_s >= 0.2 for wait_s in waits_s[int(WAKES_SAVED) :]) <= 8
