@@ -1,56 +1,102 @@
 #!/bin/sh
-# Makes stand-ins for the two images of docker-compose.yml where no registry can be reached, under the official names.
+# Makes stand-ins, under the official names, for those images of docker-compose.yml that this engine lacks.
 #
-#     tests/e2e/stand_in_images.sh PYTHON BASE_IMAGE
+#     tests/e2e/stand_in_images.sh PYTHON FOLDER
 #
-# PYTHON is the project's interpreter (.venv/bin/python); BASE_IMAGE a Debian or Ubuntu image whose python3 has the same
-# minor version, with pip, curl, wget and ps. On Debian such an image can be made without a registry:
-#     debootstrap --variant=minbase --include=ca-certificates,curl,wget,procps,python3,python3-pip,libpython3.11 bookworm DIR
-#     tar -C DIR --numeric-owner -c . | docker import - local/debian:bookworm
-# The Triton image gets the tritonserver of the nvidia-pytriton wheel in NVIDIA's layout, without C++ backends: so our
-# Python stand-ins serve there. The Prometheus image gets the prometheus found on PATH (Debian's package); none, no image.
-# Images of these names that are there already (the real ones) are left alone.
+# PYTHON is the project's interpreter (.venv/bin/python), FOLDER a place for 2 GB of temporary files. All are made from Debian's
+# packages and PyPI's, for machines that reach no registry of images: the base by debootstrap (which needs root, and a minute);
+# Triton from the nvidia-pytriton wheel in NVIDIA's layout, without C++ backends, so that our Python stand-ins serve there;
+# Prometheus and Alertmanager of perf/programs.py; haproxy from Debian. Grafana is no Debian package: there is no stand-in for it.
+# Images that are there already (the real ones) are left alone.
 set -eu
 python=$1
-base=$2
-work=$(mktemp -d)
+mkdir -p "$2"
+work=$(mktemp -d "$2/images.XXXXXX")
+project=$(cd "$(dirname "$0")/../.." && pwd)
+lock=$project/requirements.lock
+minor=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+base=tritonpilot/stand-in-base:bookworm
 trap 'rm -rf "$work"' EXIT
 
-make_image() { # NAME FOLDER
-    if docker image inspect "$1" >/dev/null 2>&1; then echo "$1 is there"; else docker build --quiet --tag "$1" "$2"; fi
+lacks() { ! docker image inspect "$1" >/dev/null 2>&1; }
+
+make_image() { # NAME FOLDER: the Dockerfile comes from stdin
+    cat >"$2/Dockerfile"
+    docker build --quiet --tag "$1" "$2" >/dev/null 2>"$work/build.log" || { cat "$work/build.log" >&2; return 1; }
+    rm -rf "$2"
+    echo "stand_in_images.sh: made $1"
 }
 
-triton=$work/triton/opt/tritonserver
-mkdir -p "$triton/bin" "$triton/backends" "$triton/caches"
-site=$("$python" -c 'import importlib.metadata as m; print(m.distribution("nvidia-pytriton").locate_file(""))')
-minor=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-cp "$site/pytriton/tritonserver/bin/tritonserver" "$triton/bin/"
-cp -r "$site/nvidia_pytriton.libs" "$triton/lib"
-cp -r "$site/pytriton/tritonserver/backends/python" "$triton/backends/"
-cp "$site/pytriton/tritonserver/python_backend_stubs/$minor/triton_python_backend_stub" "$triton/backends/python/"
-cp -r "$site/pytriton/tritonserver/caches/local" "$triton/caches/"
-"$python" -m pip install --quiet --no-warn-conflicts --target "$work/triton/packages" 'numpy>=1.26,<2' 'onnxruntime>=1.20' 'setuptools>=77' wheel
-"$python" -m pip install --quiet --no-warn-conflicts --no-deps --constraint "$(dirname "$0")/../../requirements.lock" \
-  --target "$work/triton/packages" pillow tokenizers opencv-python-headless
-cat >"$work/triton/Dockerfile" <<EOF
+packages() { # FOLDER REQUIREMENT...: what the lock says of them, for the base's Python
+    folder=$1
+    shift
+    "$python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint "$lock" --target "$folder" "$@"
+}
+
+if lacks "$base"; then
+    [ "$minor" = 3.11 ] || { echo "stand_in_images.sh: Debian bookworm has Python 3.11, $python is $minor. Nothing was made." >&2; exit 1; }
+    debootstrap --variant=minbase --include=ca-certificates,curl,haproxy,libpython3.11,procps,python3,python3-pip,wget \
+        bookworm "$work/base" >"$work/debootstrap.log" 2>&1 || { tail -n 20 "$work/debootstrap.log" >&2; exit 1; }
+    rm -rf "$work/base/var/cache/apt/archives" "$work/base/var/lib/apt/lists"
+    tar -C "$work/base" --numeric-owner -c . | docker import - "$base" >/dev/null
+    rm -rf "$work/base"
+    echo "stand_in_images.sh: made $base"
+fi
+
+if lacks nvcr.io/nvidia/tritonserver:24.10-py3; then
+    triton=$work/triton/opt/tritonserver
+    mkdir -p "$triton/bin" "$triton/backends" "$triton/caches"
+    site=$("$python" -c 'import importlib.metadata as m; print(m.distribution("nvidia-pytriton").locate_file(""))')
+    cp "$site/pytriton/tritonserver/bin/tritonserver" "$triton/bin/"
+    cp -r "$site/nvidia_pytriton.libs" "$triton/lib"
+    cp -r "$site/pytriton/tritonserver/backends/python" "$triton/backends/"
+    cp "$site/pytriton/tritonserver/python_backend_stubs/$minor/triton_python_backend_stub" "$triton/backends/python/"
+    cp -r "$site/pytriton/tritonserver/caches/local" "$triton/caches/"
+    packages "$work/triton/packages" numpy onnxruntime setuptools wheel
+    packages "$work/triton/packages" --no-deps pillow tokenizers opencv-python-headless
+    # pip takes the setuptools above: 0 means no isolated build environment
+    make_image nvcr.io/nvidia/tritonserver:24.10-py3 "$work/triton" <<END
 FROM $base
 COPY opt/ /opt/
 COPY packages/ /usr/local/lib/python$minor/dist-packages/
 RUN useradd --uid 1000 triton-server && chmod -R a+rX /opt/tritonserver
-# pip takes the setuptools above: 0 means no isolated build environment
 ENV PATH=/opt/tritonserver/bin:\$PATH LD_LIBRARY_PATH=/opt/tritonserver/lib PIP_NO_BUILD_ISOLATION=0
-EOF
-make_image nvcr.io/nvidia/tritonserver:24.10-py3 "$work/triton"
+END
+fi
 
-if prometheus=$(command -v prometheus); then
-    mkdir "$work/prometheus"
-    cp "$prometheus" "$work/prometheus/"
-    cat >"$work/prometheus/Dockerfile" <<EOF
+if lacks python:3.11-slim; then
+    packages "$work/python/packages" --requirement "$project/deploy/pilot/requirements.txt" wheel
+    make_image python:3.11-slim "$work/python" <<END
 FROM $base
-COPY prometheus /bin/prometheus
-RUN mkdir /prometheus && chown nobody /prometheus
+COPY packages/ /usr/local/lib/python$minor/dist-packages/
+ENV PIP_NO_BUILD_ISOLATION=0
+END
+fi
+
+for each in prometheus:v3.5.0 alertmanager:v0.28.1; do
+    name=${each%:*}
+    if lacks "prom/$each"; then
+        program=$(cd "$project" && "$python" -c "from perf.programs import find; print(find('$name'))")
+        mkdir -p "$work/$name/share"
+        cp -L "$program" "$work/$name/$name"
+        # Debian's Alertmanager has its templates there.
+        cp -r "$(dirname "$program")/../share/prometheus/." "$work/$name/share/"
+        make_image "prom/$each" "$work/$name" <<END
+FROM $base
+COPY $name /bin/$name
+COPY share/ /usr/share/prometheus/
+RUN mkdir /$name && chown nobody:nogroup /$name
 USER nobody
-ENTRYPOINT ["/bin/prometheus"]
-EOF
-    make_image prom/prometheus:v3.5.0 "$work/prometheus"
+ENTRYPOINT ["/bin/$name"]
+END
+    fi
+done
+
+if lacks haproxy:3.0.11-alpine; then
+    mkdir "$work/haproxy"
+    make_image haproxy:3.0.11-alpine "$work/haproxy" <<END
+FROM $base
+USER haproxy
+CMD ["haproxy", "-W", "-db", "-f", "/usr/local/etc/haproxy/haproxy.cfg"]
+END
 fi

