@@ -1,0 +1,191 @@
+"""Does every panel of every dashboard show something, when a real Prometheus scrapes Triton, the entry and the watch under load?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from perf import busy, callers
+from perf.callers import Due
+from perf.dashboards import Finding, Query, Shown, find, queries
+from perf.frame import Bench, Outcome
+from perf.open_loop import Request, Sender
+from perf.prometheus import Prometheus, scraping
+from perf.subjects import Served, entered
+from tritonpilot.entry.messages import KEY_HEADER
+from tritonpilot.entry.tenants import hash_key, new_key
+from tritonpilot.errors import MeasurementError
+from tritonpilot.server import EmbeddedServer
+
+MODEL, CACHED = "shown", "cached"
+MODEL_MS = 20.0
+ROUGHLY = 4.0  # how long the model takes does not matter, if it is too long for the calls below
+SERVICES = {
+    MODEL: """\
+batching: {max_batch_size: 4}
+slo: {p99_ms: 500}
+classes:
+  - {name: realtime, priority: 1, max_queue_size: 8}
+  - {name: batch, priority: 2, max_queue_size: 8, share: 0.2, p99_ms: 5000}
+warmup: {batch_sizes: [1, 4], data: zero}
+""",
+    CACHED: "batching: {max_batch_size: 4}\nresponse_cache: true\n",
+}
+SHOP_PER_S, SCANS_PER_S, ODD_PER_S = 90.0, 25.0, 2.0
+SCANS_QUOTA_PER_S = 15.0
+SCRAPE_S, LOAD_S = 5.0, 60.0
+QUICK_SCRAPE_S, QUICK_LOAD_S = 1.0, 6.0
+LATE_S = 20.0  # until a rule has seen the last scrape
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of each query."""
+
+    findings: dict[Query, Finding]
+
+    @property
+    def share(self) -> float:
+        """Of the queries that can have data on this machine."""
+        wanted = self.wanted()
+        return sum(finding.has_data for finding in wanted.values()) / len(wanted)
+
+    @property
+    def empty(self) -> list[str]:
+        """Queries that should have had data and had none."""
+        return [str(query) for query, finding in self.wanted().items() if not finding.has_data]
+
+    @property
+    def nameless(self) -> list[str]:
+        """Queries with lines that lack a label by which they are named."""
+        return [f"{query} ({', '.join(found.nameless)})" for query, found in self.findings.items() if found.nameless]
+
+    @property
+    def without_gpu(self) -> list[str]:
+        """Queries that only a GPU answers, and that had no data here."""
+        return [str(query) for query, found in self.findings.items() if query.is_of_gpu and not found.has_data]
+
+    def wanted(self) -> dict[Query, Finding]:
+        """All, but those that ask for a GPU where there is none."""
+        return {query: found for query, found in self.findings.items() if found.has_data or not query.is_of_gpu}
+
+
+def dashboards(bench: Bench) -> Outcome:
+    """The share of the dashboards' queries that have data."""
+    scrape_s, load_s = (QUICK_SCRAPE_S, QUICK_LOAD_S) if bench.quick else (SCRAPE_S, LOAD_S)
+    seen = look(bench, scrape_s, load_s)
+    return Outcome(
+        seen.share,
+        ok=not seen.nameless,
+        details={
+            "queries": len(seen.wanted()),
+            "without_data": seen.empty,
+            "lines_without_name": seen.nameless,
+            "not_counted_no_gpu": seen.without_gpu,
+            "scrape_every_s": scrape_s,
+            "load_s": load_s,
+        },
+    )
+
+
+def look(bench: Bench, scrape_s: float, load_s: float) -> Seen:
+    """Serve two small models, call them in all the ways that the dashboards tell apart, and ask every query."""
+    with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as name:
+        folder = Path(name)
+        keys = {tenant: new_key() for tenant in ("shop", "scans")}
+        root, _ = busy.repository_of(folder, bench.cores.server, MODEL_MS, SERVICES, bench.say, ROUGHLY)
+        tenants = _tenants(folder / "tenants.yaml", keys)
+        with (
+            EmbeddedServer(root, cache_size_bytes=1 << 20, cpus=[bench.cores.server]) as server,
+            Sender(server.endpoints.grpc) as sender,
+            entered(Served(server, sender), tenants=tenants) as entry,
+            watched(server, root) as watch,
+            scraping(
+                folder,
+                {"triton": server.endpoints.metrics, "entry": entry.metrics, "watch": watch},
+                scrape_s,
+            ) as prometheus,
+        ):
+            start_s = time.time()
+            sender.send([Request(CACHED, busy.row())] * 8, in_flight=1)
+            callers.on_schedule(entry.http, _calls(keys, load_s))
+            sender.send([Request(CACHED, busy.row())] * 8, in_flight=1)
+            server.check_alive()
+            return _asked(prometheus, start_s, scrape_s)
+
+
+def _calls(keys: dict[str, str], seconds: float) -> list[Due]:
+    """More than the model can do in the better class, more than its quota in the other, some that fail, some without a key."""
+    random = np.random.default_rng(6)
+    good = callers.body(MODEL, busy.row())
+    wrong = callers.body(MODEL, {"x": np.zeros((1, 7), np.float32)})
+    streams = (
+        ("shop", SHOP_PER_S, good, keys["shop"]),
+        ("scans", SCANS_PER_S, good, keys["scans"]),
+        ("wrong", ODD_PER_S, wrong, keys["shop"]),
+        ("stranger", ODD_PER_S, good, "nobody's"),
+    )
+    return [
+        Due(at_s, group, body, {KEY_HEADER: key})
+        for group, per_s, body, key in streams
+        for at_s in callers.poisson(per_s, seconds, random).tolist()
+    ]
+
+
+def _tenants(path: Path, keys: dict[str, str]) -> Path:
+    """The shop is of the better class, the scans have a quota."""
+    written = [
+        {"name": "shop", "keys": [hash_key(keys["shop"])], "class": "realtime"},
+        {"name": "scans", "keys": [hash_key(keys["scans"])], "class": "batch", "rate_per_s": SCANS_QUOTA_PER_S},
+    ]
+    path.write_text(yaml.safe_dump({"tenants": written}), encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+def _asked(prometheus: Prometheus, start_s: float, scrape_s: float) -> Seen:
+    """Every query, again and again until all have data or `LATE_S` is over."""
+    findings: dict[Query, Finding] = {}
+    give_up_s = time.monotonic() + LATE_S
+    while True:
+        shown = Shown(start_s, time.time(), scrape_s)
+        for query in queries():
+            if query not in findings or not findings[query].has_data:
+                findings[query] = find(prometheus, query, shown)
+        seen = Seen(findings)
+        if not seen.empty or time.monotonic() > give_up_s:
+            return seen
+        time.sleep(scrape_s)
+
+
+@contextmanager
+def watched(server: EmbeddedServer, root: Path) -> Iterator[str]:
+    """host:port of the metrics of a running watch of that server."""
+    argv = [
+        *(str(Path(sys.executable).with_name("tritonpilot")), "watch", "--json", "--port", "0"),
+        *("--triton-grpc", server.endpoints.grpc, "--repository", str(root)),
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = process.stdout.readline()
+        if not told:
+            raise MeasurementError(f"The watch did not start: {process.stderr.read()}. Nothing is reported.")
+        # What it says later is read, so that it never waits for a reader.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield json.loads(told)["endpoints"]["metrics"]
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
