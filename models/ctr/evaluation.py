@@ -21,8 +21,8 @@ try:
 
     from models.ctr import data
     from models.ctr.features import CATEGORICAL, DENSE, age_group
-    from models.script import exit_code
-    from tritonpilot.quantize.data import Rows, write
+    from models.rows_script import CALIBRATION, EVALUATION, write_rows
+    from tritonpilot.quantize.data import Rows
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -33,24 +33,19 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-CALIBRATION = "calibration.npz"
-EVALUATION = "evaluation.npz"
 CALIBRATION_SHARE = 0.5
 AGE_NAMES = ("under 18", "18-24", "25-34", "35-44", "45-49", "50-55", "56 and over")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the click model's calibration and evaluation rows.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        print("ctr: reading 100,000 ratings and computing their features, about 6 s", file=sys.stderr)
-        for name, rows in zip((CALIBRATION, EVALUATION), make(), strict=True):
-            write(rows, options.output / name)
-            print(f"{options.output / name} {rows.count} rows")
-
-    return exit_code(work, options.output)
+    return write_rows(
+        parser,
+        argv,
+        Path(__file__).parent / "build",
+        "ctr: reading 100,000 ratings and computing their features, about 6 s",
+        lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
+    )
 
 
 def make() -> tuple[Rows, Rows]:

@@ -25,8 +25,8 @@ try:
 
     from models.image import data
     from models.packages import data_file, data_files
-    from models.script import exit_code
-    from tritonpilot.quantize.data import Rows, write
+    from models.rows_script import CALIBRATION, EVALUATION, write_rows
+    from tritonpilot.quantize.data import Rows
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -37,8 +37,6 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-CALIBRATION = "calibration.npz"
-EVALUATION = "evaluation.npz"
 PICTURES = {
     "scikit-image": [
         f"skimage/data/{name}"
@@ -63,16 +61,13 @@ Images = npt.NDArray[np.float32]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the image network's calibration and evaluation rows.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        print("image: cutting views out of 37 pictures, about 10 s", file=sys.stderr)
-        for name, rows in zip((CALIBRATION, EVALUATION), make(), strict=True):
-            write(rows, options.output / name)
-            print(f"{options.output / name} {rows.count} rows")
-
-    return exit_code(work, options.output)
+    return write_rows(
+        parser,
+        argv,
+        Path(__file__).parent / "build",
+        "image: cutting views out of 37 pictures, about 10 s",
+        lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
+    )
 
 
 def make() -> tuple[Rows, Rows]:

@@ -32,13 +32,13 @@ try:
     from models.ocr import data, export
     from models.onnx_export import session
     from models.packages import data_file
-    from models.script import exit_code
+    from models.rows_script import write_rows
     from pilotlib import crops
     from pilotlib.ctc import read_characters
     from pilotlib.pages import Pixels, read_page
     from pilotlib.reading import PageText, Reader, ReadingRules
     from tritonpilot.errors import ModelError
-    from tritonpilot.quantize.data import Rows, write
+    from tritonpilot.quantize.data import Rows
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -72,16 +72,13 @@ class Drawn(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the OCR networks' calibration and evaluation rows.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        print("ocr: drawing 100 pages and finding their lines, about 30 s", file=sys.stderr)
-        for name, rows in make(options.output).items():
-            write(rows, options.output / name)
-            print(f"{options.output / name} {rows.count} rows")
-
-    return exit_code(work, options.output)
+    return write_rows(
+        parser,
+        argv,
+        Path(__file__).parent / "build",
+        "ocr: drawing 100 pages and finding their lines, about 30 s",
+        make,
+    )
 
 
 def make(networks: Path) -> dict[str, Rows]:

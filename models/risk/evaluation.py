@@ -21,10 +21,10 @@ try:
     import numpy as np
 
     from models.risk import data, train
-    from models.script import exit_code
+    from models.rows_script import CALIBRATION, EVALUATION, write_rows
     from pilotlib.table_fit import arrays, fit
     from pilotlib.tensors import Array
-    from tritonpilot.quantize.data import Rows, write
+    from tritonpilot.quantize.data import Rows
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -35,22 +35,16 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-CALIBRATION = "calibration.npz"
-EVALUATION = "evaluation.npz"
-
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the credit network's calibration and evaluation rows.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        print("risk: reading 9,857 loans and fitting their table, about 5 s", file=sys.stderr)
-        for name, rows in zip((CALIBRATION, EVALUATION), make(), strict=True):
-            write(rows, options.output / name)
-            print(f"{options.output / name} {rows.count} rows")
-
-    return exit_code(work, options.output)
+    return write_rows(
+        parser,
+        argv,
+        Path(__file__).parent / "build",
+        "risk: reading 9,857 loans and fitting their table, about 5 s",
+        lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
+    )
 
 
 def make() -> tuple[Rows, Rows]:

@@ -22,9 +22,9 @@ try:
     import numpy.typing as npt
 
     from models.packages import data_file
-    from models.script import exit_code
+    from models.rows_script import CALIBRATION, EVALUATION, write_rows
     from models.text import data
-    from tritonpilot.quantize.data import Rows, write
+    from tritonpilot.quantize.data import Rows
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -35,8 +35,6 @@ except ModuleNotFoundError as missing:
     )
     sys.exit(7)
 
-CALIBRATION = "calibration.npz"
-EVALUATION = "evaluation.npz"
 OLDER_NEWS = "lee_background.cor"
 JUDGED_REVIEWS = 50
 NOT_RATED = -1.0
@@ -46,16 +44,13 @@ LENGTH_NAMES = tuple(f"up to {bound}" for bound in LENGTH_BOUNDS)
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the text network's calibration and evaluation rows.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "build", help="folder to write into")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        print("text: tokenising 550 texts, about 2 s", file=sys.stderr)
-        for name, rows in zip((CALIBRATION, EVALUATION), make(), strict=True):
-            write(rows, options.output / name)
-            print(f"{options.output / name} {rows.count} rows")
-
-    return exit_code(work, options.output)
+    return write_rows(
+        parser,
+        argv,
+        Path(__file__).parent / "build",
+        "text: tokenising 550 texts, about 2 s",
+        lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
+    )
 
 
 def make() -> tuple[Rows, Rows]:
