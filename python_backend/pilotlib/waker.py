@@ -175,7 +175,8 @@ class Waker:
             if self._is_idle(seen) and seen != handled and not self._is_stopping:
                 handled = seen
                 is_resting = self._rest is None
-                self._wake(seen)
+                if not self._wake(seen) and self._is_idle(seen) and not self._is_stopping:
+                    self._wake(seen)
         self._give_back()
 
     def _is_idle(self, seen: int) -> bool:
@@ -200,8 +201,8 @@ class Waker:
         if self._rest is not None:
             self._rest()
 
-    def _wake(self, seen: int) -> None:
-        """Send wakes until the batcher has answered one or begun an execution.
+    def _wake(self, seen: int) -> bool:
+        """Send wakes until the batcher has answered one or begun an execution. False: nobody got them.
 
         A wake can fail to wake: it arrives before the instance waits for work again, and then it is itself stuck (about
         3 % of wakes on one busy core). So the next one follows soon, after twice the time up to WAIT_MAX_S.
@@ -225,9 +226,11 @@ class Waker:
                 elif answers:
                     raise WakeError(answers[0])
             self._failures = 0
+            return True
         except (OSError, WakeError) as error:
             if NOT_READY not in str(error):  # this copy is starting or retiring
                 self._back_off(error)
+            return isinstance(error, WakeError)
         finally:
             for connection in waiting:
                 connection.close()
@@ -249,7 +252,8 @@ class Waker:
         self._failures += 1
         if self._failures == FAILURES_TOLD:
             self._complain(f"wake requests fail, so a request may wait 500 ms for a free instance: {error}")
-        self._stopping.wait(min(BACK_OFF_MIN_S * 2 ** min(self._failures - 1, 10), BACK_OFF_MAX_S))
+        if self._failures > 1:  # one may be a connection that had ended
+            self._stopping.wait(min(BACK_OFF_MIN_S * 2 ** min(self._failures - 2, 10), BACK_OFF_MAX_S))
 
 
 class WakeError(RuntimeError):

@@ -170,10 +170,27 @@ def test_failures_are_told_once_and_do_not_end_the_waker() -> None:
     waker = Waker(refuse, lambda connection: "", complain=told.append)  # noqa: ARG005
     for count in range(1, FAILURES_TOLD + 2):
         execute(waker)
-        wait_for(lambda count=count: len(calls) == count)
+        wait_for(lambda count=count: len(calls) == 2 * count)
     waker.stop()
     assert len(told) == 1
     assert "nobody listens" in told[0]
+
+
+def test_a_wake_that_fails_once_is_sent_again_at_once() -> None:
+    server = Server(EXPIRED)
+    calls: list[int] = []
+
+    def send() -> socket.socket:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConnectionResetError("the connection had ended")
+        return server.send()
+
+    waker = Waker(send, server.read)
+    execute(waker)
+    wait_for(lambda: server.wakes == 1)
+    waker.stop()
+    assert len(calls) == 2
 
 
 def test_wakes_are_counted(start: Start) -> None:
