@@ -30,6 +30,22 @@ def test_a_table_leaves_out_empty_columns_and_keeps_zeros() -> None:
     assert lines[-2:] == [["[red]ctr", "1,234.6", "0"], ["<b>", "-", "3"]]
 
 
+def test_what_does_not_fit_is_left_out_by_rank_and_named() -> None:
+    columns = (
+        Column("model", "model"),
+        Column("a", "first", rank=1),
+        Column("b", "second", rank=2),
+        Column("c", "third"),
+    )
+    rows = [{"model": "ctr", "a": 1, "b": 2, "c": 3}]
+    out = io.StringIO()
+    Console(file=out, width=80).print(table(columns, rows, width=22))
+
+    assert out.getvalue().splitlines()[0].split() == ["model", "first", "third"]
+    assert "no room for second; --json has all" in " ".join(out.getvalue().split())
+    assert [column.header for column in table(columns, rows, width=3).columns] != []
+
+
 def test_html_is_escaped() -> None:
     text = html(COLUMNS, ROWS)
 

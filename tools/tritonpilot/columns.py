@@ -14,12 +14,14 @@ from html import escape
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 Row = Mapping[str, object]
 
 ABSENT = "-"
+GAP = 2  # between columns
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Column:
     unit: str = ""
     format: str = "{}"
     is_word: bool = False  # stands to the left, numbers to the right
+    rank: int = 0  # where there is no room for all, the highest ranks go; 0 stays
 
     @property
     def title(self) -> str:
@@ -38,10 +41,22 @@ class Column:
         return f"{self.header}\n{self.unit}"
 
 
-def table(columns: Sequence[Column], rows: Sequence[Row], *, title: str | None = None) -> Table:
-    """A table for the terminal: names to the left, numbers to the right, columns without any value left out."""
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown = with_values(columns, rows)
+def table(
+    columns: Sequence[Column], rows: Sequence[Row], *, title: str | None = None, width: int | None = None
+) -> Table:
+    """A table for the terminal, of columns that have a value; without those that do not fit into `width`, which are named below."""
+    found = with_values(columns, rows)
+    shown = _fitting(found, rows, width)
+    left_out = ", ".join(column.header for column in found if column not in shown)
+    drawn = Table(
+        title=title,
+        title_justify="left",
+        caption=f"no room for {left_out}; --json has all" if left_out else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     for column in shown:
         side: Literal["left", "right"] = "left" if column.is_word else "right"
         drawn.add_column(Text(column.title), justify=side, no_wrap=True)  # Text: a model may be called [red]
@@ -84,3 +99,17 @@ def is_there(value: object) -> bool:
 def finite(row: Row) -> dict[str, object]:
     """The row for JSON, which has no NaN and no infinity: null instead."""
     return {name: value if is_there(value) else None for name, value in row.items()}
+
+
+def _fitting(shown: Sequence[Column], rows: Sequence[Row], width: int | None) -> list[Column]:
+    widths = {
+        column: max(
+            cell_len(text)
+            for text in (column.header, column.unit, *(cell(column, row.get(column.name)) for row in rows))
+        )
+        for column in shown
+    }
+    kept = list(shown)
+    while width is not None and sum(widths[column] + GAP for column in kept) > width and any(c.rank for c in kept):
+        kept.remove(max(kept, key=lambda column: column.rank))
+    return kept

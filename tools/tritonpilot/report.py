@@ -87,13 +87,13 @@ SECTIONS = (
         Figure("requests", "requests", "", COUNT, query=_grown("processed_requests_total", _ENTRY)),
         Figure("ok", "ok", "", COUNT, query=_status("ok", _ENTRY)),
         Figure("refused", "refused", "", COUNT, query=_status(REFUSED, _ENTRY)),
-        Figure("timeouts", "timeouts", "", COUNT, query=_status("timeout", _ENTRY)),
-        Figure("failed", "failed", "", COUNT, query=_status(FAILED, _ENTRY)),
-        Figure("peak_ok_per_s", "peak ok", "1/s", RATE,
+        Figure("timeouts", "timeouts", "", COUNT, rank=2, query=_status("timeout", _ENTRY)),
+        Figure("failed", "failed", "", COUNT, rank=1, query=_status(FAILED, _ENTRY)),
+        Figure("peak_ok_per_s", "peak ok", "1/s", RATE, rank=5,
                query=f"max_over_time(sum by ({_ENTRY}) (rate(processed_requests_total{{status='ok'}}[WINDOW]))[RANGE:STEP])"),
-        Figure("p50_ms", "P50", "ms", MS, query=_quantile(0.5)),
+        Figure("p50_ms", "P50", "ms", MS, rank=4, query=_quantile(0.5)),
         Figure("p99_ms", "P99", "ms", MS, query=_quantile(0.99)),
-        Figure("slo_ms", "SLO", "ms", "{:,g}", query=f"1000 * {_SLO}"),
+        Figure("slo_ms", "SLO", "ms", "{:,g}", rank=3, query=f"1000 * {_SLO}"),
         Figure("within_slo_pct", "within", "%", PERCENT,
                query=f"100 * ({_status('ok', _ENTRY)} - {_grown('slow_requests_total', _ENTRY)}) "
                      f"/ {_grown('processed_requests_total', _ENTRY)} and {_SLO}"),
@@ -108,15 +108,16 @@ SECTIONS = (
     )),
     Section("models", "Models, as Triton sees them", ("model",), (
         Figure("requests", "requests", "", COUNT, query=_SUCCESS),
-        Figure("rows", "rows", "", COUNT, query=_grown("nv_inference_count", _MODEL)),
-        Figure("peak_requests_per_s", "peak", "1/s", RATE,
+        Figure("rows", "rows", "", COUNT, rank=8, query=_grown("nv_inference_count", _MODEL)),
+        Figure("peak_requests_per_s", "peak", "1/s", RATE, rank=4,
                query="max_over_time(sum by (model) (rate(nv_inference_request_success[WINDOW]))[RANGE:STEP])"),
         Figure("mean_batch", "batch", "rows", RATE,
                query=f"{_grown('nv_inference_count', _MODEL)} / {_grown('nv_inference_exec_count', _MODEL)}"),
-        Figure("queue_ms", "queue", "ms", MS, query=f"{_grown('nv_inference_queue_duration_us', _MODEL)} / {_SUCCESS} / 1000"),
-        Figure("compute_ms", "compute", "ms", MS,
+        Figure("queue_ms", "queue", "ms", MS, rank=6,
+               query=f"{_grown('nv_inference_queue_duration_us', _MODEL)} / {_SUCCESS} / 1000"),
+        Figure("compute_ms", "compute", "ms", MS, rank=9,
                query=f"({_COMPUTE}) / {_SUCCESS} / 1000"),
-        Figure("usual_p50_ms", "usual P50", "ms", MS, query="max by (model) (quantile_over_time(0.5, "
+        Figure("usual_p50_ms", "usual P50", "ms", MS, rank=2, query="max by (model) (quantile_over_time(0.5, "
                f"({_SUMMARY.replace('QUANTILE', '0.5')} >= 0)[RANGE:STEP])) / 1000"),
         Figure("worst_p99_ms", "worst P99", "ms", MS, query="max by (model) (max_over_time("
                f"({_SUMMARY.replace('QUANTILE', '0.99')} >= 0)[RANGE:STEP])) / 1000"),
@@ -125,10 +126,10 @@ SECTIONS = (
                query=_grown('nv_inference_request_failure{reason!~"REJECTED|CANCELED"}', _MODEL)),
         Figure("peak_pending", "pending", "peak", COUNT,
                query="max by (model) (max_over_time(nv_inference_pending_request_count[RANGE]))"),
-        Figure("cache_hit_pct", "cache", "% hits", PERCENT, query=f"100 * {_HITS} / ({_HITS} + {_MISSES})"),
-        Figure("probes_ok_pct", "probes ok", "%", PERCENT,
+        Figure("cache_hit_pct", "cache", "% hits", PERCENT, rank=3, query=f"100 * {_HITS} / ({_HITS} + {_MISSES})"),
+        Figure("probes_ok_pct", "probes ok", "%", PERCENT, rank=7,
                query="100 * min by (model) (avg_over_time(model_probe_success[RANGE]))"),
-        Figure("stub_memory_mb", "stubs", "MB, peak", COUNT,
+        Figure("stub_memory_mb", "stubs", "MB, peak", COUNT, rank=5,
                query="max_over_time(sum by (model) (pilot_stub_memory_bytes)[RANGE:STEP]) / 1e6"),
     )),
     Section("gpus", "GPUs", ("gpu_uuid",), (
@@ -313,8 +314,8 @@ class _Span:
         )
 
 
-def render(report: Report) -> list[RenderableType]:
-    """The report for a terminal."""
+def render(report: Report, width: int | None = None) -> list[RenderableType]:
+    """The report for a terminal of that width; without one in full."""
     parts: list[RenderableType] = [Text(_headline(report), style="bold")]
     warning = _warning(report)
     if warning:
@@ -322,7 +323,7 @@ def render(report: Report) -> list[RenderableType]:
     for section in SECTIONS:
         rows = report.sections[section.name]
         if rows:
-            parts += [Text(), columns.table(_columns(section), rows, title=section.title)]
+            parts += [Text(), columns.table(_columns(section), rows, title=section.title, width=width)]
     return parts
 
 

@@ -154,20 +154,20 @@ class View:
 
 MODEL_COLUMNS = (
     Column("model", "model", is_word=True),
-    Column("version", "ver", is_word=True),
-    Column("instances", "inst"),
+    Column("version", "ver", is_word=True, rank=8),
+    Column("instances", "inst", rank=4),
     Column("requests_per_s", "requests", "1/s", "{:,.1f}"),
-    Column("inferences_per_s", "rows", "1/s", "{:,.1f}"),
+    Column("inferences_per_s", "rows", "1/s", "{:,.1f}", rank=3),
     Column("mean_batch", "batch", "rows", "{:,.1f}"),
     Column("pending", "pending", "", "{:,}"),
-    Column("queue_ms", "queue", "ms", "{:,.1f}"),
-    Column("compute_ms", "compute", "ms", "{:,.1f}"),
+    Column("queue_ms", "queue", "ms", "{:,.1f}", rank=6),
+    Column("compute_ms", "compute", "ms", "{:,.1f}", rank=9),
     Column("p50_ms", "P50", "ms", "{:,.1f}"),
     Column("p99_ms", "P99", "ms", "{:,.1f}"),
     Column("rejected_per_s", "rejected", "1/s", "{:,.1f}"),
     Column("failed_per_s", "failed", "1/s", "{:,.1f}"),
-    Column("cache_hit_pct", "cache", "% hits", "{:.0f}"),
-    Column("stub_memory_mb", "stubs", "MB", "{:,.0f}"),
+    Column("cache_hit_pct", "cache", "% hits", "{:.0f}", rank=7),
+    Column("stub_memory_mb", "stubs", "MB", "{:,.0f}", rank=5),
 )
 CLASS_COLUMNS = (
     Column("model", "model", is_word=True),
@@ -179,7 +179,7 @@ CLASS_COLUMNS = (
     Column("queue_size", "queue", "", "{:,}"),
     Column("p50_ms", "P50", "ms"),
     Column("p99_ms", "P99", "ms"),
-    Column("slo_ms", "SLO", "ms", "{:,g}"),
+    Column("slo_ms", "SLO", "ms", "{:,g}", rank=1),
     Column("within_slo_pct", "within", "%", "{:.2f}"),
 )
 GPU_COLUMNS = (
@@ -254,8 +254,8 @@ def compare(before: Reading, now: Reading) -> View:
     )
 
 
-def render(view: View) -> RenderableType:
-    """The view for a terminal."""
+def render(view: View, width: int | None = None) -> RenderableType:
+    """The view for a terminal of that width; without one in full."""
     about = "now, without rates" if view.seconds is None else f"over {view.seconds:.1f} s"
     cpu = "" if view.cpu_utilization_pct is None else f", CPU {view.cpu_utilization_pct:.0f} %"
     parts: list[RenderableType] = [Text(f"{view.server or 'Triton'}, {about}{cpu}", style="bold")]
@@ -266,7 +266,7 @@ def render(view: View) -> RenderableType:
         (GPU_COLUMNS, [dataclasses.asdict(row) for row in view.gpus]),
     ):
         if rows:
-            parts += [Text(), table(columns, rows)]
+            parts += [Text(), table(columns, rows, width=width)]
     return Group(*parts)
 
 
@@ -276,7 +276,7 @@ def show(shown: Iterable[View], console: Console) -> None:
     with Live(waiting, console=console, screen=True, auto_refresh=False) as live:
         live.refresh()
         for view in shown:
-            live.update(Group(render(view), Text(), Text("Ctrl-C ends", style="dim")), refresh=True)
+            live.update(Group(render(view, console.width), Text(), Text("Ctrl-C ends", style="dim")), refresh=True)
 
 
 def gather(samples: Iterable[metrics.Sample], by: Key) -> dict[Key, dict[str, float]]:
