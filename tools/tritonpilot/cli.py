@@ -11,11 +11,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional, cast, get_args
 
 import rich
 import typer
+from rich.console import RenderableType
 
 import tritonpilot
 from tritonpilot import build as building
@@ -23,6 +25,7 @@ from tritonpilot import demo as demonstration
 from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
+from tritonpilot import top as tops
 from tritonpilot.entry import tenants as tenant_keys
 from tritonpilot.errors import PilotError, SpecError
 from tritonpilot.measurement import table, to_json
@@ -58,6 +61,7 @@ Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 
 
 MODELS = Path("models")
 REPOSITORY = Path("model_repository")
+UNLIMITED = 1000
 
 
 def main() -> NoReturn:
@@ -393,6 +397,63 @@ def measure(
         rich.print(table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request"))
 
 
+@app.command(epilog="Example: tritonpilot top --entry 127.0.0.1:8102; tritonpilot top --once --json")
+def top(
+    metrics: Annotated[str, typer.Option(help="Triton's metrics.", metavar="HOST:PORT")] = "127.0.0.1:8002",
+    http: Annotated[
+        str, typer.Option(help="Triton's HTTP service, for instances; '' does without.", metavar="HOST:PORT")
+    ] = "127.0.0.1:8000",
+    entry: Annotated[
+        str, typer.Option(help="Metrics of an entry in front of it, for classes.", metavar="HOST:PORT")
+    ] = "",
+    interval: Annotated[float, typer.Option(help="Seconds from view to view.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a running Triton does: requests, latency, queues, batches and rejections, model by model. Needs no Prometheus."""
+    views = tops.views(tops.Endpoints(metrics, http, entry), interval)
+    console = rich.get_console()
+    try:
+        if console.is_terminal and not (console.is_dumb_terminal or once or as_json):
+            tops.show(views, console)
+        for view in views:
+            if as_json:
+                print(json.dumps(view.as_dict(), indent=2 if once else None), flush=True)
+            else:
+                _show(lambda width, view=view: [tops.render(view, width)])  # type: ignore[misc]
+            if once:
+                break
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command(epilog="Example: tritonpilot report --last 1h --html report.html")
+def report(
+    prometheus: Annotated[str, typer.Option(help="Prometheus that scrapes Triton.")] = "http://127.0.0.1:9090",
+    last: Annotated[str, typer.Option(help="Length of the range: 90s, 30m, 1h, 7d. Default: 1h.")] = "",
+    start: Annotated[str, typer.Option("--from", help="Its begin instead, e.g. 2026-05-04T13:30.")] = "",
+    end: Annotated[str, typer.Option("--to", help="Its end; default: now.")] = "",
+    model: Annotated[str, typer.Option(help="This model alone.")] = "",
+    page: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", help="Write a page with curves as well."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Report a time range from Prometheus: requests, latency, goodput, queues, batches, memory, GPUs, alerts."""
+    from tritonpilot import report as reports  # imports an HTTP library
+
+    source = reports.Source(prometheus)
+    found = source.report(*source.range(last=last if last or start else "1h", start=start, end=end), model=model)
+    if page is not None:
+        reports.html(found, source.series(found), page)
+        _narrate(f"wrote {page}")
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _show(lambda width: reports.render(found, width))
+
+
 @app.command(epilog="Example: tritonpilot demo --json")
 def demo(models: Models = MODELS, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
     """Train what is missing, build, serve, infer and measure the example services."""
@@ -429,6 +490,14 @@ def _quantised_parts(services: list[spec.Service], name: str) -> list[spec.Servi
 
 def _narrate(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _show(render: Callable[[int | None], Iterable[RenderableType]]) -> None:
+    """Print as wide as the terminal is; into files and pipes without a limit."""
+    console = rich.get_console()
+    width = console.width if console.is_terminal else None
+    for part in render(width):
+        console.print(part, width=width or UNLIMITED, crop=False)
 
 
 def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 -- the signature of a handler
