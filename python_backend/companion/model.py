@@ -14,6 +14,7 @@ from pilotlib.loopback import ENDPOINT_VARIABLE as HTTP_VARIABLE
 from pilotlib.loopback import http_endpoint, parent_command_line
 from pilotlib.server_metrics import ENDPOINT_VARIABLE as METRICS_VARIABLE
 from pilotlib.server_metrics import metrics_endpoint
+from pilotlib.stub_memory import stub_memory_of
 
 SLEEP_MAX_MS = 20.0
 
@@ -24,6 +25,7 @@ class TritonPythonModel:
     def initialize(self, args):
         """Start the companion's threads, or say why there is nothing for them to do."""
         self._companion = None
+        self._memory = stub_memory_of(args)
         name = args["model_name"]
         arguments = parent_command_line()
         http, metrics = http_endpoint(os.environ, arguments), metrics_endpoint(os.environ, arguments)
@@ -59,6 +61,7 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """Sleep as long as each request asks."""
+        self._memory.look()
         return [self._answer(request) for request in requests]
 
     def finalize(self):

@@ -5,7 +5,8 @@ return intake.execute(requests, answer)                  # in execute; answer(re
 intake.stop()                                            # in finalize
 
 A request is late when its deadline (pilotlib.deadlines) has passed before it is executed: nobody waits for its answer any more.
-It is told so, under UNAVAILABLE (HTTP 503), and its mates are computed. A request without parameters costs 0.3 us.
+It is told so, under UNAVAILABLE (HTTP 503), and its mates are computed. A request without parameters costs 0.3 us. Now and then the
+instance's memory is told (pilotlib.stub_memory).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pilotlib.deadlines import LATE, DeadlineParameterError, deadline_ns
 from pilotlib.loopback import WAKE_PARAMETER
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
+from pilotlib.stub_memory import stub_memory_of
 from pilotlib.told import text_of
 from pilotlib.waker import WAKE_ANSWER, Waker
 from pilotlib.wakes import waker_of
@@ -33,6 +35,7 @@ class Intake:
     """Of one instance: turns away what is not to be computed, and tells the waker when executions begin and end.
 
     `count_late` gets the number of late requests of an execution that had some; call it for those that became late meanwhile.
+    `look` is called at the start of each execution.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class Intake:
         waker: Waker | None,
         count_late: Callable[[int], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._waker = waker
+        self._look = look
         self.count_late = count_late
         self._clock_ns = clock_ns
         self.latest_ns: int | None = None
@@ -49,6 +55,7 @@ class Intake:
 
     def execute(self, requests: Sequence[Any], answer: Answer) -> list[Any]:
         """One response per request: `answer` is given those that are to be computed."""
+        self._look()
         marked = {}
         for place, request in enumerate(requests):
             try:
@@ -137,7 +144,7 @@ def intake_of(
     def count(requests: int, family: Any = family) -> None:  # noqa: ARG001  observing needs a reference to the family
         counter.increment(requests)
 
-    return Intake(waker, count), remarks
+    return Intake(waker, count, look=stub_memory_of(args).look), remarks
 
 
 def _unavailable(said: str) -> Any:
