@@ -12,6 +12,13 @@ refuse() {
     exit 1
 }
 
+for variable in BALANCER_HTTP_A BALANCER_GRPC_A BALANCER_HTTP_B BALANCER_GRPC_B; do
+    eval "server=\${$variable:-}"
+    case $server in
+    *:[0-9]*) ;; # without a port haproxy would take the one that the caller has used
+    *) refuse "$variable is '$server', but must be host:port of a Triton or an entry." "As triton:8000." ;;
+    esac
+done
 for variable in BALANCER_TLS_CERT BALANCER_CLIENT_CA BALANCER_CLIENT_CRL BALANCER_PROBE_KEY_FILE; do
     eval "file=\${$variable:-}"
     [ -z "$file" ] || [ -f "$file" ] || refuse "$variable is $file, which is no file." "Name a PEM file, or unset the variable."
@@ -25,6 +32,10 @@ if [ -n "${BALANCER_TLS_CERT:-}" ]; then
         refuse "$BALANCER_TLS_CERT holds no certificate." "Put certificate chain and key into that one PEM file."
     grep -q -e '-----BEGIN .*PRIVATE KEY-----' "$BALANCER_TLS_CERT" ||
         refuse "$BALANCER_TLS_CERT holds no private key." "Put certificate chain and key into that one PEM file."
+fi
+if [ -n "${BALANCER_CLIENT_CRL:-}" ]; then # haproxy takes any PEM file, and would then let in nobody
+    grep -q -e '-----BEGIN X509 CRL-----' "$BALANCER_CLIENT_CRL" ||
+        refuse "$BALANCER_CLIENT_CRL holds no list of revoked certificates." "Make one: openssl ca -gencrl"
 fi
 if [ -n "${BALANCER_PROBE_MODEL:-}" ] && [ -z "${BALANCER_PROBE_BODY:-}" ]; then
     refuse "BALANCER_PROBE_MODEL is set and BALANCER_PROBE_BODY is not." "Make it with deploy/balancer/probe.py."
