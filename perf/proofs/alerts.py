@@ -114,7 +114,7 @@ def alerts(bench: Bench) -> Outcome:
         server.stop()
         server.start()
         restart_s = time.monotonic() - began
-        _wait(bench, prometheus, KILLED_STUB, resolved, is_firing=False)
+        _wait(bench, prometheus, KILLED_STUB, resolved, is_firing=False, since=began)
         server.check_alive()
         others = {
             series.labels["alertname"] for series in prometheus.at('last_over_time(ALERTS{alertstate="firing"}[1h])')
@@ -178,10 +178,16 @@ def _calling(http_url: str, body: Body, rate_per_s: float) -> Iterator[None]:
 
 
 def _wait(
-    bench: Bench, prometheus: Prometheus, wanted: Sequence[Alert], found: dict[Alert, float], *, is_firing: bool
+    bench: Bench,
+    prometheus: Prometheus,
+    wanted: Sequence[Alert],
+    found: dict[Alert, float],
+    *,
+    is_firing: bool,
+    since: float | None = None,
 ) -> None:
-    """Note the seconds until each of the alerts fires, or does not any more."""
-    began = time.monotonic()
+    """Note the seconds from `since` (now) until each of the alerts fires, or does not any more."""
+    began = time.monotonic() if since is None else since
     word = "fires" if is_firing else "is resolved"
     while missing := [alert for alert in wanted if alert not in found]:
         for alert in missing:
