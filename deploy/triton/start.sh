@@ -45,5 +45,13 @@ if [ "$usable" = no ] || [ "${#key}" -lt 16 ] || [ "${#key}" -gt 256 ]; then
 not started. Make one with: openssl rand -hex 32"
 fi
 
+# Spans go to this OTLP/HTTP receiver, of requests that bring a trace context; the rates of models are set once the server answers.
+if [ -n "${OTEL_EXPORTER_OTLP_TRACES_ENDPOINT:-}" ]; then
+    set -- --trace-config=mode=opentelemetry "--trace-config=opentelemetry,url=$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" \
+        --trace-config=level=TIMESTAMPS --trace-config=rate=0 "$@"
+    # NOTE: in a subshell, so that it is no child of tritonserver, which would not reap it.
+    (python3 "$(dirname "$0")/trace_rates.py" "http://127.0.0.1:8000" "$key_file" &)
+fi
+
 exec tritonserver "--model-repository=$repository" \
     "--http-restricted-api=$restricted:$header=$key" "--grpc-restricted-protocol=$restricted:$header=$key" "$@"

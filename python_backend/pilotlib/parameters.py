@@ -82,6 +82,9 @@ class CommonParameters:
     pilot_steps: str = parameter(
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )
+    pilot_trace_rate: int = parameter(
+        0, "one of so many requests is traced; for who starts the server. 0 = Triton's own setting holds", minimum=0
+    )
 
 
 @dataclass(frozen=True)

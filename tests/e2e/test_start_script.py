@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tritonpilot.tritonserver import trace_settings
+
 START = Path(__file__).parents[2] / "deploy" / "triton" / "start.sh"
 KEY = "0123456789abcdef"
 
@@ -24,11 +26,12 @@ def container(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(container: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def start(container: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {
         "PATH": f"{container}{os.pathsep}{os.environ['PATH']}",
         "TRITONPILOT_REPOSITORY": str(container / "models"),
         "TRITONPILOT_CONTROL_KEY_FILE": str(container / "key"),
+        **more,
     }
     return subprocess.run(
         ["sh", str(START), *flags], env=environment, capture_output=True, text=True, timeout=30, check=False
@@ -46,6 +49,18 @@ def test_it_becomes_tritonserver_with_the_key_and_the_given_flags(container: Pat
         f"--grpc-restricted-protocol={restriction}",
         "--load-model=*",
     ]
+
+
+def test_with_a_receiver_of_traces_it_asks_for_them_and_has_the_models_rates_set(container: Path) -> None:
+    (container / "python3").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/ran"\n')
+    (container / "python3").chmod(0o755)
+    url = "http://collector:4318/v1/traces"
+
+    said = start(container, "--load-model=*", OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=url)
+
+    flags = said.stdout.splitlines()[3:]
+    assert flags == [*(f"--trace-config={setting}" for setting in trace_settings(url)), "--load-model=*"]
+    assert (container / "ran").read_text() == f"{START.parent}/trace_rates.py http://127.0.0.1:8000 {container}/key\n"
 
 
 def test_it_names_the_models_that_were_not_built(container: Path) -> None:

@@ -156,6 +156,13 @@ def test_rate_limiter_versions_and_cache_are_written(services: Callable[..., lis
     assert config.response_cache.enable
 
 
+def test_a_services_trace_rate_is_in_its_config(services: Callable[..., list[Any]]) -> None:
+    assert "pilot_trace_rate" not in config_of(services()).parameters
+    assert (
+        config_of(services("batching:", "tracing: {}\nbatching:")).parameters["pilot_trace_rate"].string_value == "1000"
+    )
+
+
 def test_a_missing_model_file_names_the_cure(services: Callable[..., list[Any]]) -> None:
     with pytest.raises(ModelError, match="none.onnx does not exist. Nothing was changed. Put it there"):
         build.plan(services("file: model.onnx", "file: none.onnx"))
@@ -548,6 +555,16 @@ def test_a_step_that_reads_what_callers_send_is_probed_with_their_row(
     assert probes["scores"]["in"].tolist() == [[1, 0, 0, 0]]
     assert probes["scores_net"]["x"].tolist() == [[1, 0, 0, 0]]
     assert "scores_labels" not in probes, "what it reads only the server knows"
+
+
+def test_a_pipelines_requests_are_sampled_where_they_come_in(scores: Callable[..., list[Any]]) -> None:
+    plans = build.plan(scores("batching:", "tracing: {rate: 50}\nbatching:"))
+    rates = {
+        plan.folder.name: model_config.parse(plan.folder.config_text, "").parameters["pilot_trace_rate"].string_value
+        for plan in plans
+    }
+    assert rates == {name: "50" if name == "scores" else "" for name in rates}
+    assert len(rates) > 1
 
 
 def test_a_missing_file_of_a_step_is_made_by_the_name_that_one_wrote(

@@ -182,3 +182,42 @@ def test_a_version_is_a_number() -> None:
         with pytest.raises(Denied) as denied:
             messages.model_version(text)
         assert denied.value.http_status == 404
+
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.mark.parametrize(
+    ("parent", "state", "passed"),
+    [
+        (PARENT, "", (PARENT, None)),
+        (PARENT, "congo=t61rcWkgMzE,rojo=00f067aa0ba902b7", (PARENT, "congo=t61rcWkgMzE,rojo=00f067aa0ba902b7")),
+        (PARENT, "fw529a3039@dt=FfAQb; \t,, a=b", (PARENT, "fw529a3039@dt=FfAQb; \t,, a=b")),
+        (PARENT, "a=x\ty", (PARENT, None)),
+        (PARENT, "A=b", (PARENT, None)),
+        (PARENT, "a=" + "x" * 511, (PARENT, None)),
+        (PARENT, "a=b\r\nx-evil: 1", (PARENT, None)),
+        (PARENT, ",".join("a=b" for _ in range(33)), (PARENT, None)),
+    ],
+)
+def test_a_sampled_trace_context_is_passed_on(parent: str, state: str, passed: tuple[str, str | None]) -> None:
+    found = messages.trace_context(parent, state)
+    assert (found["traceparent"], found.get("tracestate")) == passed
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        "",
+        PARENT[:-1] + "0",  # not sampled
+        "ff" + PARENT[2:],
+        PARENT.upper(),
+        PARENT + "," + PARENT,
+        PARENT + "-extra",
+        PARENT + "\n",
+        PARENT.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32),
+        PARENT.replace("00f067aa0ba902b7", "0" * 16),
+    ],
+)
+def test_what_is_no_sampled_trace_context_is_dropped(parent: str) -> None:
+    assert messages.trace_context(parent, "a=b") == {}

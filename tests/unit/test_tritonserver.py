@@ -161,6 +161,20 @@ def test_the_command_line_is_closed_by_default(tmp_path: Path) -> None:
     assert not [flag for flag in argv if "auto-complete" in flag or "rate-limit" in flag or "cache-config" in flag]
 
 
+def test_with_a_receiver_spans_of_requests_with_a_context_go_there(tmp_path: Path) -> None:
+    asked = replace(options(), trace_url="http://127.0.0.1:4318/v1/traces")
+    argv = arguments(Installation(tmp_path, "", tmp_path), Backends(tmp_path, (), ()), asked)
+    assert argv[-4:] == [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=opentelemetry,url=http://127.0.0.1:4318/v1/traces",
+        "--trace-config=level=TIMESTAMPS",
+        "--trace-config=rate=0",
+    ]
+    assert "--trace-config" not in " ".join(
+        arguments(Installation(tmp_path, "", tmp_path), Backends(tmp_path, (), ()), options())
+    )
+
+
 def test_options_become_flags(tmp_path: Path) -> None:
     asked = replace(
         options(),

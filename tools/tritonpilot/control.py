@@ -24,6 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from tritonpilot.errors import ServerError
+from tritonpilot.model_config import TRACE_RATE
 from tritonpilot.tritonserver import CONTROL_HEADER
 
 Inputs = Mapping[str, npt.NDArray[np.generic]]
@@ -227,6 +228,21 @@ class Control:
         request = service_pb2.ModelStatisticsRequest(name=name, version=version)
         answer = self._call("ModelStatistics", request, "give statistics", timeout_s)
         return [_statistics(model) for model in answer.model_stats]
+
+    def set_trace_rate(self, name: str, *, timeout_s: float = 10) -> int:
+        """Let Triton trace one of so many requests to `name` as its config says, and return that number; 0: it says nothing.
+
+        Triton forgets it when it ends, not when the model is loaded again. Raises ServerError.
+        """
+        asked = service_pb2.ModelConfigRequest(name=name)
+        config = self._call("ModelConfig", asked, f"give the config of {name!r}", timeout_s).config
+        if TRACE_RATE not in config.parameters:
+            return 0
+        rate = int(config.parameters[TRACE_RATE].string_value)
+        request = service_pb2.TraceSettingRequest(model_name=name)
+        request.settings["trace_rate"].value.append(str(rate))
+        self._call("TraceSetting", request, f"set the trace rate of {name!r}", timeout_s)
+        return rate
 
     def server_version(self, *, timeout_s: float = 10) -> str:
         """The version that the server says it is, as "2.51.0". Needs no key."""

@@ -55,6 +55,7 @@ PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver'
 UNLOAD_GRACE_S = 5
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
+_URL = re.compile(r"https?://[A-Za-z0-9_.:\[\]-]+(/[^\s,]*)?")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class EmbeddedServer:
     `strict_config` forbids Triton to complete a config.pbtxt. `rate_limit` switches the rate limiter on, `rate_limit_resources`
     too and says how many of each resource there are; `cache_size_bytes` > 0 gives the response cache that much.
     `http_threads` (0: Triton's default, 8): one costs the least CPU time on a single core, but a load call over HTTP holds it.
+    `trace_url` is an OTLP/HTTP receiver, as "http://127.0.0.1:4318/v1/traces", that gets the spans of requests which bring a trace
+    context, and of one of so many others as `tracing` in a model's service file says.
     `probe_inputs` maps model names to the inputs (name -> array) of the inference that proves readiness; other models get zeros.
     On stop, requests in flight have `exit_timeout_s` to be answered. `on_progress` gets lines for people.
 
@@ -102,6 +105,7 @@ class EmbeddedServer:
         rate_limit_resources: Mapping[str, int] | None = None,
         cache_size_bytes: int = 0,
         http_threads: int = 0,
+        trace_url: str = "",
         probe_inputs: Mapping[str, Inputs] | None = None,
         on_progress: Callable[[str], None] | None = None,
         startup_timeout_s: float = 120,
@@ -120,6 +124,7 @@ class EmbeddedServer:
         self._rate_limit_resources = dict(rate_limit_resources or {})
         self._cache_size_bytes = cache_size_bytes
         self._http_threads = http_threads
+        self._trace_url = trace_url
         self._probe_inputs = dict(probe_inputs or {})
         self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
@@ -157,6 +162,11 @@ class EmbeddedServer:
         self._stop_asked.clear()
         self.models = self._models_to_load()
         self._check_cpus()
+        if self._trace_url and not _URL.fullmatch(self._trace_url):
+            raise ServerError(
+                f"The receiver of traces is {self._trace_url!r}, but must be a URL such as http://127.0.0.1:4318/v1/traces. "
+                "Nothing was started. Correct --trace-url, or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT."
+            )
         self._installation = find_installation()
         self.models = self._with_companion_if_needed(self._installation)
         seen = check_host(self._installation)
@@ -286,7 +296,10 @@ class EmbeddedServer:
     def load(self, name: str) -> list[ModelState]:
         """Load a model, or load it again after its files changed; see Control.load."""
         with self.control() as control:
-            return control.load(name, probe_inputs=self._probe_inputs.get(name), timeout_s=self._startup_timeout_s)
+            states = control.load(name, probe_inputs=self._probe_inputs.get(name), timeout_s=self._startup_timeout_s)
+            if self._trace_url:
+                control.set_trace_rate(name)
+            return states
 
     def unload(self, name: str) -> None:
         """Unload a model; see Control.unload."""
@@ -361,6 +374,7 @@ class EmbeddedServer:
                 rate_limit_resources=self._rate_limit_resources,
                 cache_size_bytes=self._cache_size_bytes,
                 http_threads=self._http_threads,
+                trace_url=self._trace_url,
                 extra_args=self._extra_args,
             )
             job = keeper.Job(
@@ -424,7 +438,9 @@ class EmbeddedServer:
                     unexplained = isinstance(error, NotLoadedError) and not error.reason
                     failed.append(str(NotLoadedError(name, self._log.about(name)) if unexplained else error))
                     continue
-                self.progress(f"model {name} is ready")
+                # NOTE: after the probe, which is nobody's request.
+                rate = control.set_trace_rate(name) if self._trace_url else 0
+                self.progress(f"model {name} is ready" + (f", one of {rate} requests is traced" if rate else ""))
         self._raise_if_ended()
         if failed:
             raise ServerError(self._not_ready(failed))

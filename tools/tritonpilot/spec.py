@@ -60,6 +60,7 @@ BUILD_PARAMETERS = (
     "pilot_timeouts_ms",
     "pilot_default_class",
     "pilot_steps",
+    "pilot_trace_rate",
 )
 #: A class that says no queue timeout waits at most this part of its SLO.
 TIMEOUT_OF_SLO = 0.8
@@ -272,6 +273,16 @@ class RateLimiter(Written):
     )
 
 
+class Tracing(Written):
+    """Which requests become OpenTelemetry traces, where the server has a receiver for them (docs/operations.md#tracing)."""
+
+    rate: Positive = Field(
+        1000,
+        description="one of so many requests is traced (Triton's trace rate), beside those that bring a trace context of "
+        "their caller",
+    )
+
+
 class Step(Written):
     """One step of a pipeline: a model of its own (Triton name: SERVICE_NAME), or another service.
 
@@ -353,6 +364,7 @@ class Service(Written):
     warmup: Warmup | None = None
     response_cache: bool = Field(False, description="Triton's own cache; costs throughput on unique inputs")
     rate_limiter: RateLimiter | None = None
+    tracing: Tracing | None = Field(None, description="none: only requests that bring a trace context are traced")
     triton: dict[str, Any] = Field(
         {}, description="extra fields of Triton's ModelConfig in its JSON form, merged last; checked by Triton's schema"
     )

@@ -75,6 +75,7 @@ class Options:
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
     cache_size_bytes: int = 0  # 0: no response cache
     http_threads: int = 0  # 0: Triton's default
+    trace_url: str = ""  # OTLP over HTTP; "": no tracing
     extra_args: Sequence[str] = ()
 
 
@@ -231,7 +232,17 @@ def arguments(installation: Installation, backends: Backends, options: Options) 
         argv.append(f"--cache-config=local,size={options.cache_size_bytes}")
     if options.http_threads:
         argv.append(f"--http-thread-count={options.http_threads}")
+    if options.trace_url:
+        argv += [f"--trace-config={setting}" for setting in trace_settings(options.trace_url)]
     return [*argv, *options.extra_args]
+
+
+def trace_settings(url: str) -> tuple[str, ...]:
+    """Values of --trace-config: spans go to the OTLP/HTTP receiver at `url`, of requests that bring a trace context.
+
+    A rate of 0 says so; the rates of models come on top (Control.set_trace_rate).
+    """
+    return "mode=opentelemetry", f"opentelemetry,url={url}", "level=TIMESTAMPS", "rate=0"
 
 
 def _at(path: Path, reason: str) -> Installation | None:

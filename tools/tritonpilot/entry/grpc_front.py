@@ -240,6 +240,7 @@ class GrpcFront:
         class_name = self._desk.class_of(tenant, terms, asked.one(messages.CLASS_HEADER), priority)
         deadline_s = None if budget_s is None or budget_s > LONGEST_S else now_s + budget_s
         flight.request = request
+        flight.trace = asked.trace()
         return Ticket(terms, class_name, _rows(request, terms), tenant, deadline_s, flight.start, flight.refuse)
 
     def _let_go(self, flight: _Flight) -> None:
@@ -258,7 +259,7 @@ class GrpcFront:
             self._next = (self._next + 1) % len(self._infers)
             message = flight.request.SerializeToString()
             flight.request = None  # large requests are kept once
-            flight.tell(await self._infers[self._next](message))
+            flight.tell(await self._infers[self._next](message, metadata=flight.trace))
             status = "ok"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -311,6 +312,17 @@ class _Asked:
         values = self._values
         return messages.api_key(values.get(messages.KEY_HEADER, ()), values.get(messages.AUTHORIZATION_HEADER, ()))
 
+    def trace(self) -> tuple[tuple[str, str], ...] | None:
+        """The caller's trace context as metadata for Triton; None without one that samples.
+
+        Without its trace state, for Triton 2.51 reads metadata past its end (`it->second.data()` in its infer_handler.h): it takes
+        2 to 5 % of contexts for none, and would export what lies behind a state.
+        """
+        traceparents = self._values.get(messages.TRACEPARENT_HEADER)
+        if traceparents is None:
+            return None
+        return tuple(messages.trace_context(",".join(traceparents), "").items()) or None
+
     def one(self, name: str) -> str | None:
         """The value of `name`; Denied when there are several."""
         values = self._values.get(name)
@@ -324,13 +336,14 @@ class _Asked:
 class _Flight:
     """One accepted request between the gate, its caller and Triton."""
 
-    __slots__ = ("_send", "_task", "answer", "held_bytes", "request")
+    __slots__ = ("_send", "_task", "answer", "held_bytes", "request", "trace")
 
     def __init__(self, send: Callable[[Ticket, _Flight], Coroutine[Any, Any, None]]) -> None:
         self._send = send
         self._task: asyncio.Task[None] | None = None
         self.request: Any = None
         self.held_bytes = 0
+        self.trace: tuple[tuple[str, str], ...] | None = None  # metadata for Triton
         self.answer: asyncio.Future[bytes | Denied] = asyncio.get_running_loop().create_future()
         """For the caller; cancelled when he has gone. Not an exception: its traceback would keep the request until a collection."""
 

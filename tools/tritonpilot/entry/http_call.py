@@ -32,6 +32,7 @@ _JOINED_BYTES = 128 * 1024  # smaller requests are copied into one piece, which 
 _CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
 _DEADLINE = messages.DEADLINE_HEADER.encode()
 _CLASS = messages.CLASS_HEADER.encode()
+_TRACEPARENT, _TRACESTATE = messages.TRACEPARENT_HEADER.encode(), messages.TRACESTATE_HEADER.encode()
 _NO_REGIONS = "Shared memory cannot be used where tenants share a Triton."
 _REJECTIONS = (429, 503)
 _INFLATED_BYTES = (
@@ -134,12 +135,13 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """An inference whose head says all there is to its framing."""
+        """An inference whose head says all there is to its framing, and may come again: a trace context does not."""
         route = self.route
         return (
             route is not None
             and route.is_infer
             and self.denied is None
+            and _TRACEPARENT not in self.headers
             and not (self.is_chunked or self.awaits_continue or self.wants_upgrade or self.encoding)
         )
 
@@ -377,13 +379,19 @@ class Call:
             asyncio.get_running_loop().call_soon(self._cannot_be_sent, str(error))
             return
         request: Request
+        trace = self._trace_lines() if _TRACEPARENT in self.headers else b""
         if tail is None:
-            request = route.post % len(text) + text
+            request = _with_lines(route.post % len(text), trace) + text
         else:
-            head = route.post_binary % (len(text), len(text) + len(tail))
+            head = _with_lines(route.post_binary % (len(text), len(text) + len(tail)), trace)
             request = b"".join((head, text, tail)) if len(tail) < _JOINED_BYTES else (head + text, tail)
         self._drop_body()
         self._front.backend.send(request, self)
+
+    def _trace_lines(self) -> bytes:
+        traceparent, tracestate = (self.headers.get(name, b"") for name in (_TRACEPARENT, _TRACESTATE))
+        context = messages.trace_context(traceparent.strip().decode("latin-1"), tracestate.decode("latin-1"))
+        return "".join(f"{name}: {value}\r\n" for name, value in context.items()).encode("latin-1")
 
     def _cannot_be_sent(self, reason: str) -> None:
         self._finish("error")
@@ -424,6 +432,11 @@ class Call:
         self.buffered_bytes = 0
         self.body = []
         self._json = self._tail = None
+
+
+def _with_lines(head: bytes, lines: bytes) -> bytes:
+    """A head with more lines, each of which ends with CRLF."""
+    return b"%b%b\r\n" % (head[:-2], lines) if lines else head
 
 
 def _size_of(text: bytes, body_size: int) -> int:

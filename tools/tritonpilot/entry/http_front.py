@@ -64,7 +64,8 @@ _SINGLE = frozenset(
 )
 _KEY = messages.KEY_HEADER.encode()
 _AUTHORIZATION = messages.AUTHORIZATION_HEADER.encode()
-_READ = _SINGLE | {_KEY, _AUTHORIZATION, b"transfer-encoding"}
+_TRACE = frozenset([messages.TRACEPARENT_HEADER.encode(), messages.TRACESTATE_HEADER.encode()])
+_READ = _SINGLE | _TRACE | {_KEY, _AUTHORIZATION, b"transfer-encoding"}
 
 
 @dataclass(frozen=True)
@@ -360,6 +361,9 @@ class Connection(asyncio.Protocol):
             reading.keys.append(value)
         elif name == _AUTHORIZATION:
             reading.authorizations.append(value)
+        elif name in _TRACE:
+            known = reading.headers.get(name)
+            reading.headers[name] = value if known is None else known + b"," + value
         else:  # transfer-encoding
             reading.is_chunked = True
             if value.strip().lower() != b"chunked":

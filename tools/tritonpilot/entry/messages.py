@@ -18,6 +18,10 @@ KEY_HEADER = "tritonpilot-key"
 AUTHORIZATION_HEADER = "authorization"  # "Bearer <key>", for callers that cannot send KEY_HEADER
 CLASS_HEADER = "tritonpilot-class"
 DEADLINE_HEADER = "tritonpilot-deadline-ms"
+TRACEPARENT_HEADER, TRACESTATE_HEADER = (
+    "traceparent",
+    "tracestate",
+)  # W3C Trace Context; the names in gRPC's metadata too
 RETRY_AFTER_HEADER = "retry-after"
 RETRY_AFTER_MS_HEADER = "retry-after-ms"  # also the name in gRPC's trailing metadata
 
@@ -58,6 +62,12 @@ STATUS_OF = {
     "starting": (503, "UNAVAILABLE"),
 }
 
+# https://www.w3.org/TR/trace-context/: version, trace, parent, flags; IDs of zeros only are none.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
+_SAMPLED = 1  # of the flags
+_TRACESTATE_ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ !-+\--<>-~]{1,256})?[ \t]*"
+_TRACESTATE = re.compile(rf"{_TRACESTATE_ENTRY}(?:,{_TRACESTATE_ENTRY}){{0,31}}")
+_MAX_TRACESTATE_CHARACTERS = 512
 _MODEL_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VERSION = re.compile(r"[0-9]{1,19}")
 _DECIMAL = re.compile(
@@ -152,6 +162,21 @@ def deadline_s_of(text: str | None) -> float | None:
             f"at most {MAX_DEADLINE_MS:.0f}.",
         )
     return milliseconds / 1000
+
+
+def trace_context(traceparent: str, tracestate: str) -> dict[str, str]:
+    """What of a caller's trace context goes to Triton, by header; both texts joined by commas where there are several.
+
+    Empty unless the caller samples: Triton 2.51 traces every request that has a context. What is no trace context is dropped, as
+    W3C asks, and the request is answered all the same.
+    """
+    read = _TRACEPARENT.fullmatch(traceparent)
+    if read is None or not int(read[1], 16) & _SAMPLED:
+        return {}
+    found = {TRACEPARENT_HEADER: traceparent}
+    if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARACTERS and _TRACESTATE.fullmatch(tracestate):
+        found[TRACESTATE_HEADER] = tracestate
+    return found
 
 
 def earlier(*seconds: float | None) -> float | None:
