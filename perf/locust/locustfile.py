@@ -161,6 +161,9 @@ def prepare(environment: Any, **_: Any) -> None:
         refuse(
             "--host has https, and this load test speaks plain HTTP. Nothing was sent. Ask the entry or Triton itself."
         )
+    figures_file = environment.parsed_options.figures
+    if figures_file is not None and not figures_file.parent.is_dir():
+        refuse(f"--figures: the folder {figures_file.parent} does not exist. Nothing was sent. Make it first.")
     Caller.run_of_all = Run(environment.parsed_options)
 
 

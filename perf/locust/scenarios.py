@@ -116,7 +116,7 @@ SCENARIOS = {
             "100 realtime requests a second beside four batch callers of 64 rows who never rest",
             (at_rate("realtime", 1, 100), Stream("batch", 2, None, callers=4, rows=64)),
             seconds=60,
-            limits=Limits(p99_ms=50, failures=0.0002),
+            limits=Limits(p99_ms=100, failures=0.0002),
         ),
     )
 }

@@ -19,6 +19,7 @@ SERVICE = "ctr"
 REPORTS = PROJECT / "build" / "locust"
 QUICK_S = 15.0
 BURST_ROUNDS = 3
+RETRIES = 3  # of all rounds together
 JUDGED = (0, 1)  # Locust's exit codes after a test: its limits kept, one broken
 SLACK_S = 90.0  # for Locust's start and end
 
@@ -88,7 +89,7 @@ def _round(bench: Bench, served: Served, entry: Entry, scenario: str, transport:
             "entry_cores": round(entry_s / found["seconds"], 3),
         }
 
-    (found,) = bench.rounds(1, one, check=served.server.check_alive)
+    (found,) = bench.rounds(1, one, check=served.server.check_alive, retries=RETRIES)
     for line in found["broken"]:
         bench.say(f"{scenario} over {transport}: {line}")
     return found
