@@ -4,7 +4,8 @@
         running.compose("ps")
         running.ports["ENTRY_HTTP_PORT"]
 
-`tests/e2e/compose.sh python -m perf.compose SERVICE` prints as JSON how long a project of one example service takes to be healthy.
+`tests/e2e/compose.sh python -m perf.compose SERVICE ROUNDS` prints as JSON how long a project of an example service takes to be
+healthy.
 """
 
 from __future__ import annotations
@@ -163,14 +164,14 @@ def example(service: str) -> Callable[[Path], None]:
     return into
 
 
-def main(service: str) -> int:
-    """Print how long a project of one example service takes to be healthy, and again after `down`."""
+def main(service: str, rounds: str = "3") -> int:
+    """Print how long a project of one example service takes to be healthy, each time after a `down`, and what that left."""
     with tempfile.TemporaryDirectory(prefix="tritonpilot-compose-") as name:
         folder = Path(name)
         try:
             with deployed(folder, f"tritonpilot-proof-{os.getpid()}", example(service)) as running:
                 seconds = []
-                for _ in range(3):
+                for _ in range(int(rounds)):
                     seconds.append(round(running.up(), 1))
                     stopped = running.compose("down", "--volumes", "--timeout", "45")
                     if stopped.returncode != 0:

@@ -10,6 +10,7 @@ from perf.frame import PROJECT, Bench, Outcome, median, spread
 from tritonpilot.errors import MeasurementError
 
 SERVICE = "ctr"
+ROUNDS = 3
 TIMEOUT_S = 1800
 UNAVAILABLE = 69  # of engine.sh
 
@@ -18,7 +19,14 @@ def compose_e2e(bench: Bench) -> Outcome:
     """Seconds of `docker compose up --wait`: every container healthy, Triton's by an inference; `down` has to leave nothing."""
     bench.say("making images that are missing; minutes the first time")
     ran = subprocess.run(
-        [str(PROJECT / "tests" / "e2e" / "compose.sh"), sys.executable, "-m", "perf.compose", SERVICE],
+        [
+            str(PROJECT / "tests" / "e2e" / "compose.sh"),
+            sys.executable,
+            "-m",
+            "perf.compose",
+            SERVICE,
+            str(1 if bench.quick else ROUNDS),
+        ],
         cwd=PROJECT,
         capture_output=True,
         text=True,

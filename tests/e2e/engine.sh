@@ -3,8 +3,9 @@
 #
 #     tests/e2e/engine.sh FOLDER COMMAND [ARGUMENT...]
 #
-# FOLDER keeps the images of the engine that is started (2 GB for those of stand_in_images.sh). Starting one needs root and
-# dockerd (Debian: apt-get install --no-install-recommends docker.io). Exits with the command's code, or 69 without an engine.
+# FOLDER keeps the images of the engine that is started (2 GB for those of stand_in_images.sh), and nothing else: what an
+# interrupted run left is removed at the next start. Starting one needs root and dockerd (Debian: apt-get install
+# --no-install-recommends docker.io). Exits with the command's code, or 69 without an engine.
 set -eu
 folder=$1
 shift
@@ -40,4 +41,7 @@ until docker info >/dev/null 2>&1; do
     sleep 1
     waited=$((waited + 1))
 done
+docker ps --all --quiet | xargs --no-run-if-empty docker rm --force --volumes >/dev/null
+docker network prune --force >/dev/null
+docker volume prune --force >/dev/null
 "$@"

@@ -99,6 +99,20 @@ def test_stand_ins_have_the_names_of_the_images_that_compose_uses(services: dict
     assert missing == {composing.GRAFANA}, "Debian has no Grafana"
 
 
+def test_without_an_engine_nothing_is_run_and_it_says_why(tmp_path: Path) -> None:
+    said = subprocess.run(
+        ["/bin/sh", str(ROOT / "tests" / "e2e" / "engine.sh"), str(tmp_path / "engine"), "echo", "run"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (said.returncode, said.stdout) == (69, "")
+    assert "There is no docker command here." in said.stderr
+    assert "Nothing was run." in said.stderr
+
+
 def test_no_service_is_root_writes_its_root_or_keeps_privileges(services: dict[str, dict[str, Any]]) -> None:
     for name, service in services.items():
         assert service["user"] in ("triton-server", "pilot", "nobody", "472", "haproxy", "locust"), name
@@ -120,9 +134,9 @@ def test_every_service_has_limits_and_every_server_a_health_check(services: dict
 def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
     compose: dict[str, Any], services: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert compose["secrets"] == {
-        name: {"file": f"./secrets/{name}"}
-        for name in ("triton_control_key", "grafana_admin_password", "alert_webhook_url")
+    ours = {name: secret["file"] for name, secret in compose["secrets"].items() if not name.startswith("balancer_")}
+    assert ours == {
+        name: f"./secrets/{name}" for name in ("triton_control_key", "grafana_admin_password", "alert_webhook_url")
     }
     assert {name: service["secrets"] for name, service in services.items() if "secrets" in service} == {
         "triton": ["triton_control_key"],
@@ -130,6 +144,7 @@ def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
         "watch": ["triton_control_key"],
         "alertmanager": ["alert_webhook_url"],
         "grafana": ["grafana_admin_password"],
+        "haproxy": [name for name in compose["secrets"] if name not in ours],
     }
     assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     assert "/run/secrets/triton_control_key" in (DEPLOY / "triton" / "start.sh").read_text()
@@ -143,7 +158,7 @@ def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
         [DEPLOY / "secrets.sh", tmp_path / "secrets"], env=environment, capture_output=True, text=True, check=True
     )
 
-    assert set(made) == set(compose["secrets"])
+    assert set(made) == set(ours)
     assert re.fullmatch(r"[0-9a-f]{64}", made["triton_control_key"])
     assert made["grafana_admin_password"] != made["triton_control_key"]
     assert made["triton_control_key"] not in first.stdout + first.stderr
@@ -249,6 +264,17 @@ def test_compose_v2_accepts_the_files(arguments: list[str], expected: set[str]) 
 
     assert (said.returncode, said.stderr) == (0, "")
     assert set(yaml.safe_load(said.stdout)["services"]) == expected
+
+
+def test_tls_files_of_the_balancer_are_secrets_only_when_they_are_named(
+    services: dict[str, dict[str, Any]], compose: dict[str, Any]
+) -> None:
+    environment = services["haproxy"]["environment"]
+
+    for variable in ("BALANCER_TLS_CERT", "BALANCER_CLIENT_CA", "BALANCER_CLIENT_CRL"):
+        secret = variable.lower()
+        assert environment[variable] == f"${{{variable}:+/run/secrets/{secret}}}", "empty: not set"
+        assert compose["secrets"][secret] == {"file": f"${{{variable}:-/dev/null}}"}
 
 
 def test_a_folder_of_tenants_closes_the_entry_to_others() -> None:
