@@ -36,7 +36,6 @@ COPIED_FOLDERS = ("deploy", "python_backend", "tools/tritonpilot", "perf/locust"
 PORTS = ("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT", "ENTRY_HTTP_PORT", "ENTRY_GRPC_PORT",
          "ENTRY_METRICS_PORT", "WATCH_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT", "GRAFANA_PORT", "BALANCER_HTTP_PORT",
          "BALANCER_GRPC_PORT", "BALANCER_STATS_PORT")  # fmt: skip
-OWN_IMAGES = ("tritonpilot/triton:24.10-py3", "tritonpilot/pilot:latest")
 SERVICES = ("triton", "entry", "watch", "prometheus", "alertmanager", "grafana")
 GRAFANA = "grafana/grafana:12.1.1"
 KEY = "a-key-of-the-tests-0123456789"

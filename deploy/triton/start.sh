@@ -34,15 +34,15 @@ not built yet, and tritonserver was not started. Run \`tritonpilot build --prepa
 \`docker compose up\` again."
 
 [ -r "$key_file" ] || refuse "There is no key for the restricted APIs: $key_file is missing or unreadable. tritonserver was \
-not started. Set TRITONPILOT_CONTROL_KEY in the environment or in .env beside docker-compose.yml."
+not started. Run deploy/secrets.sh in the project's folder, which makes secrets/triton_control_key."
 key=$(cat "$key_file")
 case $key in
 '' | *[!A-Za-z0-9._~+/-]*) usable=no ;;
 *) usable=yes ;;
 esac
 if [ "$usable" = no ] || [ "${#key}" -lt 16 ] || [ "${#key}" -gt 256 ]; then
-    refuse "TRITONPILOT_CONTROL_KEY is no usable key: 16 to 256 letters, digits or . _ ~ + / - are needed. tritonserver was \
-not started. Make one with: openssl rand -hex 32"
+    refuse "$key_file is no usable key: 16 to 256 letters, digits or . _ ~ + / - are needed. tritonserver was not started. \
+Delete secrets/triton_control_key, and run deploy/secrets.sh in the project's folder."
 fi
 
 # Spans go to this OTLP/HTTP receiver, of requests that bring a trace context; the rates of models are set once the server answers.
