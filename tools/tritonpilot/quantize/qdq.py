@@ -43,6 +43,8 @@ LARGEST_BYTES = 2**31 - 1
 
 #: Operators with constant weights, and which input the weights are.
 WEIGHTS: Mapping[str, int] = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1, "Gather": 0}
+#: Operators with a bias that can be corrected.
+WITH_BIAS = frozenset({"Conv", "Gemm"})
 #: Operators that ONNX Runtime folds into a quantised neighbour, or runs on integers as they are.
 FOLLOWERS = frozenset({"Clip", "MaxPool", "Relu"})
 #: Operators that only a quantised model has, beside those that begin with QLinear.
@@ -521,7 +523,7 @@ def _correct_biases(
     Nagel et al., 2019 (https://arxiv.org/abs/1906.04721, section 4.2): E[Wx] - E[W'x'], with W' and x' as INT8 has them. Padding
     counts as if it were an average value.
     """
-    names = {node.name for node in targets if node.op_type in ("Conv", "Gemm")}
+    names = {node.name for node in targets if node.op_type in WITH_BIAS}
     weights = {
         tensor.name: onnx.numpy_helper.to_array(tensor)
         for tensor in graph.graph.initializer
