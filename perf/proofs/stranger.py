@@ -404,14 +404,16 @@ class _Owner:
 
     def register(self, region: str) -> None:
         """A region that a stranger could unregister."""
-        pb = service_pb2
-        self._asked(
-            "SystemSharedMemoryRegister",
-            pb.SystemSharedMemoryRegisterRequest(name=OWNERS_REGION, key=region, byte_size=REGION_BYTES),
-        )
+        message = service_pb2.SystemSharedMemoryRegisterRequest(name=OWNERS_REGION, key=region, byte_size=REGION_BYTES)
+        try:
+            self._asked("SystemSharedMemoryRegister", message)
+        except grpc.RpcError as refused:
+            raise MeasurementError(
+                f"Triton refused its own control key: {refused.details()}. Nothing is reported. Is it the key of this server?"
+            ) from None
 
     def state(self) -> dict[str, str]:
-        """The models, regions, log and trace settings."""
+        """The models, regions, log and trace settings; where Triton has no answer, as for a model that is gone, what it says."""
         pb = service_pb2
         asked = {
             "models": ("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse),
@@ -433,20 +435,18 @@ class _Owner:
             ),
             "log": ("LogSettings", pb.LogSettingsRequest(), pb.LogSettingsResponse),
         }
-        return {
-            name: " ".join(sorted(str(answer.FromString(self._asked(method, message))).split("\n")))
-            for name, (method, message, answer) in asked.items()
-        }
+        found = {}
+        for name, (method, message, answer) in asked.items():
+            try:
+                found[name] = " ".join(sorted(str(answer.FromString(self._asked(method, message))).split("\n")))
+            except grpc.RpcError as refused:
+                found[name] = str(refused.details())
+        return found
 
     def _asked(self, method: str, message: Any) -> bytes:
         with closing(_channel(self._address)) as channel:
             call = channel.unary_unary(f"/{SERVICE}/{method}", lambda m: m.SerializeToString(), None)
-            try:
-                answer: bytes = call(message, timeout=TIMEOUT_S, metadata=tuple(self._metadata.items()))
-            except grpc.RpcError as refused:
-                raise MeasurementError(
-                    f"Triton refused {method} with its own control key: {refused.details()}. Nothing is reported."
-                ) from None
+            answer: bytes = call(message, timeout=TIMEOUT_S, metadata=tuple(self._metadata.items()))
         return answer
 
 
