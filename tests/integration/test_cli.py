@@ -108,7 +108,7 @@ def test_usage_errors_exit_2(project: Path, arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["build", "serve", "measure", "demo", "schema"])
+@pytest.mark.parametrize("command", ["build", "serve", "measure", "demo", "schema", "watch", "top", "report", "entry"])
 def test_every_command_explains_itself_with_an_example(project: Path, command: str) -> None:
     done = run(project, command, "--help")
 

@@ -27,7 +27,7 @@ from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
 from tritonpilot.entry import tenants as tenant_keys
-from tritonpilot.errors import PilotError, SpecError
+from tritonpilot.errors import PilotError, ServerError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.model_config import Target
 from tritonpilot.pipeline import parts
@@ -224,6 +224,52 @@ def entry(
             _narrate("the entry is open; Ctrl-C closes it")
 
     received = entries.run(settings, ready, _narrate)
+    raise typer.Exit(130 if received == signal.SIGINT else 0)
+
+
+@app.command(epilog="Example: tritonpilot watch --once; tritonpilot watch --json")
+def watch(
+    triton_grpc: Annotated[str, typer.Option(help="Triton's gRPC service.")] = "127.0.0.1:8001",
+    repository: Repository = REPOSITORY,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8103,
+    every_s: Annotated[
+        float, typer.Option("--every", help="Seconds from look to look.", min=0.5, max=3600, metavar="SECONDS")
+    ] = 5.0,
+    control_key_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
+    ] = None,
+    is_once: Annotated[bool, typer.Option("--once", help="Look once; exit 9 when something is wrong.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask every loaded model for a real inference every few seconds, and tell Prometheus (docs/metrics.md)."""
+    from tritonpilot import watch as watching
+
+    settings = watching.Settings(
+        triton_grpc,
+        repository if repository.is_dir() else None,
+        key=watching.control_key(control_key_file),
+        host=host,
+        port=port,
+        every_s=every_s,
+    )
+    if is_once:
+        report = watching.once(settings)
+        if as_json:
+            print(json.dumps({"is_well": report.is_well, **dataclasses.asdict(report)}))
+        else:
+            print("\n".join(watching.lines(report)))
+        raise typer.Exit(0 if report.is_well else ServerError.exit_code)
+
+    def ready(endpoints: watching.Endpoints) -> None:
+        if as_json:
+            print(json.dumps({"endpoints": dataclasses.asdict(endpoints), "pid": os.getpid()}), flush=True)
+        else:
+            print(f"metrics  {endpoints.metrics}", flush=True)
+            _narrate("watching; Ctrl-C ends it")
+
+    received = watching.run(settings, ready, _narrate)
     raise typer.Exit(130 if received == signal.SIGINT else 0)
 
 
