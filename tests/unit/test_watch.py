@@ -1,110 +1,24 @@
-"""What the watch asks a model, and what it makes of the answers. tests/integration/test_watch.py has a real Triton."""
+"""What the watch makes of the models' answers. tests/integration/test_watching.py has a real Triton."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from google.protobuf import text_format
 from prometheus_client import generate_latest
-from tritonclient.grpc import model_config_pb2
 
 from tritonpilot import watch
 from tritonpilot.errors import HostError, PortError, SpecError
 from tritonpilot.watch import ModelReport, Report, Settings, WatchMetrics
 
-INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [4] }'
 WELL = ModelReport("m", "1", "READY", "ok", 0.25, True)
 DEAD = ModelReport("m", "1", "READY", "failed", said="Stub process is not healthy")
 
 
-def config(text: str) -> Any:
-    return text_format.Parse(text, model_config_pb2.ModelConfig())
-
-
-def classes(text: str, key: str = "pilot_classes") -> str:
-    return f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}'
-
-
-@pytest.mark.parametrize(
-    ("text", "level"),
-    [
-        ("", 0),
-        ("dynamic_batching { priority_levels: 3 }", 3),
-        (f"dynamic_batching {{ priority_levels: 3 }} {classes('3', 'pilot_wake_priority')}", 2),
-        (f"dynamic_batching {{ priority_levels: 3 }} {classes('realtime:1,batch:2')}", 2),
-        (classes("only:1"), 1),  # an ensemble
-    ],
-)
-def test_it_asks_as_the_lowest_class_of_callers(text: str, level: int) -> None:
-    model = config(INPUT + text)
-    request, _ = watch.probe_request(("m", "1"), model, None)
-    assert watch.lowest_level(model) == level
-    assert request.parameters["priority"].uint64_param == level
-
-
-def test_without_warmup_it_asks_with_zeros_of_each_type_and_leaves_optional_inputs_out() -> None:
-    text = """
-    max_batch_size: 8
-    input { name: "a" data_type: TYPE_FP16 dims: [-1, 3] }
-    input { name: "b" data_type: TYPE_STRING dims: [2] }
-    input { name: "c" data_type: TYPE_INT64 dims: [1] optional: true }
-    sequence_batching { }
-    """
-    request, remark = watch.probe_request(("m", "3"), config(text), None)
-
-    assert (request.model_name, request.model_version, remark) == ("m", "3", "")
-    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
-        ("a", "FP16", [1, 1, 3]),
-        ("b", "BYTES", [1, 2]),
-    ]
-    assert list(request.raw_input_contents) == [bytes(6), bytes(8)]
-    assert request.parameters["sequence_start"].bool_param
-    assert request.parameters["sequence_end"].bool_param
-
-
-def test_it_asks_with_the_first_warmup_request_and_says_when_that_is_not_there(tmp_path: Path) -> None:
-    text = """
-    input { name: "x" data_type: TYPE_FP32 dims: [-1] }
-    model_warmup { name: "first" batch_size: 1
-      inputs { key: "x" value { data_type: TYPE_FP32 dims: [2] input_data_file: "x.bin" } } }
-    model_warmup { name: "second" batch_size: 1
-      inputs { key: "x" value { data_type: TYPE_FP32 dims: [9] zero_data: true } } }
-    """
-    (tmp_path / "warmup").mkdir()
-    (tmp_path / "warmup" / "x.bin").write_bytes(b"12345678")
-
-    request, remark = watch.probe_request(("m", "1"), config(text), tmp_path)
-    assert (list(request.inputs[0].shape), request.raw_input_contents[0], remark) == ([2], b"12345678", "")
-
-    for folder in (tmp_path / "absent", None):
-        request, remark = watch.probe_request(("m", "1"), config(text), folder)
-        assert (list(request.inputs[0].shape), request.raw_input_contents[0]) == ([2], bytes(8))
-        assert remark.startswith("asked with zeros, for its warmup data cannot be read: ")
-
-
-def test_a_response_cache_is_asked_something_new_each_time() -> None:
-    text = f"{INPUT} response_cache {{ enable: true }} input {{ name: 'id' data_type: TYPE_INT64 dims: [1] }}"
-    asked = [watch.probe_request(("m", "1"), config(text), None)[0].raw_input_contents for _ in range(50)]
-
-    floats = np.array([np.frombuffer(each[0], "<f4") for each in asked])
-    assert len({each[0] for each in asked}) == 50
-    assert np.abs(floats).max() < 1e-40
-    assert {each[1] for each in asked} == {bytes(8)}, "a number that stands for something stays"
-
-
-@pytest.mark.parametrize(
-    ("backend", "does"), [("onnxruntime", True), ("tensorrt", True), ("python", False), ("", False)]
-)
-def test_models_from_a_file_take_warmup(backend: str, does: bool) -> None:
-    assert watch.takes_warmup(config(f'backend: "{backend}"')) is does
-
-
 def test_a_report_is_well_when_every_model_answers_somebody() -> None:
     busy = ModelReport("b", "1", "READY", "busy", said="Exceeds maximum queue size")
-    assert Report(True, (WELL, busy)).is_well
+    refused = ModelReport("r", "1", "READY", "refused", said="row 0 is empty")
+    assert Report(True, (WELL, busy, refused)).is_well
     assert not Report(True, (WELL, DEAD)).is_well
     assert not Report(True, (WELL, ModelReport("n", "1", "UNAVAILABLE"))).is_well
     assert not Report(True).is_well
@@ -120,11 +34,23 @@ def test_what_changes_is_said_once() -> None:
     assert watch.changes(up, dead) == [failed]
     assert watch.changes(dead, dead) == []
     assert watch.changes(dead, up) == ["model m version 1 answers"]
+    assert watch.changes(up, Report(True, (ModelReport("m", "1", "READY", "refused", said="row 0 is empty"),))) == [
+        "model m version 1 answers, but refuses zeros; give it warmup data or `samples`: row 0 is empty"
+    ]
     assert watch.changes(up, down) == ["Triton did not answer."]
     assert watch.changes(down, dead) == ["Triton answers; models: 1", failed]
     assert watch.changes(up, Report(True, (ModelReport("m", "1", "UNAVAILABLE"),))) == [
         "model m version 1 is UNAVAILABLE: no reason given"
     ]
+
+
+def test_a_person_reads_a_line_a_model() -> None:
+    assert watch.lines(Report(True, (WELL, ModelReport("n", "", "LOADING")))) == [
+        "model m version 1 answers (250.0 ms)",
+        "model n is LOADING: no reason given",
+    ]
+    assert watch.lines(Report(True, said="Not all is seen.")) == ["Not all is seen.", "no model is loaded"]
+    assert watch.lines(Report(False, said="Triton did not answer.")) == ["Triton did not answer."]
 
 
 def test_prometheus_gets_the_last_look_and_the_counts_of_all() -> None:

@@ -4,15 +4,13 @@
     report = once(settings);  report.is_well, report.models[0].said
 
 Triton's own readiness stays at 200 when the process behind a Python backend has died, and its counters stand still as they do
-without traffic. So each loaded model gets a real inference, as in the container's health check: its first warmup request where
-it has one, else zeros, in the lowest class of callers, so that it goes before nobody.
+without traffic. So each loaded model gets a real inference (tritonpilot.probes), in the lowest class of callers, so that it goes
+before nobody.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import random
 import re
 import signal
 import time
@@ -24,16 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import grpc  # type: ignore[import-untyped]
-import numpy as np
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tritonpilot import control_key as control_keys
-from tritonpilot.control import ELEMENT_BYTES, Control, ModelState, one_paragraph
+from tritonpilot.control import Control, Inputs, ModelState, one_paragraph
 from tritonpilot.errors import HostError, PortError, ServerError, SpecError
-from tritonpilot.model_config import FILE_BACKENDS
 from tritonpilot.ports import choose_ports
+from tritonpilot.probes import Model, probe_of, takes_warmup
 
 CALL_TIMEOUT_S = 5.0  # of what is no inference
 PATIENCE_S = 1.0  # the next model is asked when one takes longer: a model that hangs must not hide the others
@@ -41,14 +38,9 @@ PROBES_MOST = 64  # under way at once
 BUSY_WAIT_S = 1.0
 _POLL_S = 0.05
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
-#: Of sequence models; nobody else's, it is to be hoped: the probe starts and ends the sequence.
-SEQUENCE_ID = 0x7472_6974
 
-Result = Literal["ok", "busy", "failed"]
-RESULTS: tuple[Result, ...] = ("ok", "busy", "failed")
-Model = tuple[str, str]
-"""Name and version."""
-ModelConfig = Any  # model_config_pb2.ModelConfig: tritonclient ships no types
+Result = Literal["ok", "busy", "refused", "failed"]
+RESULTS: tuple[Result, ...] = ("ok", "busy", "refused", "failed")
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Settings:
 
     triton_grpc: str = "127.0.0.1:8001"
     repository: Path | None = None
-    """The model repository, for the warmup data in it; without it every model gets zeros."""
+    """The model repository, for the warmup data in it; without it models get zeros."""
     key: str | None = field(default=None, repr=False)
     """Of Triton's restricted APIs; without it models that do not load are not seen."""
     host: str = "127.0.0.1"
@@ -65,6 +57,8 @@ class Settings:
     every_s: float = 5.0
     timeout_s: float = 10.0
     """Of an inference."""
+    probe_inputs: Mapping[str, Inputs] = field(default_factory=dict)
+    """Input name -> array, by model: what these are asked with instead."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,8 @@ class ModelReport:
     state: str
     """In Triton's repository index: READY, LOADING, UNLOADING or UNAVAILABLE."""
     result: Result | None = None
-    """ok: it answered. busy: its queue refused the probe or let it wait too long, while others were answered. None: not asked."""
+    """ok: it answered. busy: its queue refused the probe or let it wait too long, while others were answered. refused: it is no
+    model for zeros, and nothing better is known to ask it. None: not asked."""
     seconds: float | None = None
     """How long the answer took."""
     has_warmup: bool | None = None
@@ -87,7 +82,7 @@ class ModelReport:
     @property
     def is_well(self) -> bool:
         """Whether it is loaded and answers somebody."""
-        return self.state == "READY" and self.result in ("ok", "busy")
+        return self.state == "READY" and self.result not in ("failed", None)
 
 
 @dataclass(frozen=True)
@@ -160,6 +155,16 @@ def control_key(file: Path | None = None, environ: Mapping[str, str] = os.enviro
     return key
 
 
+def lines(report: Report) -> list[str]:
+    """The report for a person."""
+    if not report.is_up:
+        return [report.said]
+    models = [
+        _line(each) + (f" ({each.seconds * 1e3:.1f} ms)" if each.seconds is not None else "") for each in report.models
+    ]
+    return [*filter(None, [report.said]), *(models or ["no model is loaded"])]
+
+
 def changes(before: Report | None, now: Report) -> list[str]:
     """What to tell a person who has read the last look's lines."""
     lines = []
@@ -174,55 +179,6 @@ def changes(before: Report | None, now: Report) -> list[str]:
         elif (last.state, last.result, bool(last.said)) != (each.state, each.result, bool(each.said)):
             lines.append(_line(each))
     return lines
-
-
-def lowest_level(config: ModelConfig) -> int:
-    """Priority level of the lowest class of callers; 0: the model has no levels. The one below all classes may be that of wakes."""
-    stated = _parameter(config, "pilot_classes")
-    levels = [int(level) for level in (part.rpartition(":")[2] for part in stated.split(",")) if level.isdecimal()]
-    if levels:
-        return max(levels)
-    lowest = int(config.dynamic_batching.priority_levels)
-    return lowest - 1 if lowest and _parameter(config, "pilot_wake_priority") == str(lowest) else lowest
-
-
-def takes_warmup(config: ModelConfig) -> bool:
-    """Whether its first inferences are slow without warmup: models from a file; Python backends run one while they are set up."""
-    return config.backend in FILE_BACKENDS
-
-
-def probe_request(model: Model, config: ModelConfig, folder: Path | None) -> tuple[service_pb2.ModelInferRequest, str]:
-    """One inference of batch 1, and a remark when the model's warmup data in `folder` (its part of the repository) is not there.
-
-    A response cache would answer for a dead model: where there is one, floats differ from probe to probe by less than 0.1 %.
-    """
-    name, version = model
-    request = service_pb2.ModelInferRequest(model_name=name, model_version=version, id="tritonpilot-watch")
-    remark = ""
-    warmup = config.model_warmup[0].inputs if config.model_warmup else {}
-    for tensor in config.input:
-        if tensor.optional:
-            continue
-        given = warmup.get(tensor.name)
-        dims = [max(1, size) for size in (given.dims if given is not None and given.dims else tensor.dims)]
-        datatype = {"STRING": "BYTES"}.get(kind := model_config_pb2.DataType.Name(tensor.data_type)[5:], kind)
-        data = bytes(math.prod(dims) * ELEMENT_BYTES[datatype])
-        if given is not None and given.input_data_file:
-            try:
-                data = _warmup_data(folder, given.input_data_file)
-            except OSError as error:
-                remark = f"asked with zeros, for its warmup data cannot be read: {error}"
-        if config.response_cache.enable:
-            data = _varied(data, datatype)
-        request.inputs.add(name=tensor.name, datatype=datatype, shape=[1, *dims] if config.max_batch_size else dims)
-        request.raw_input_contents.append(data)
-    if level := lowest_level(config):
-        request.parameters["priority"].uint64_param = level
-    if config.HasField("sequence_batching"):
-        request.parameters["sequence_id"].int64_param = SEQUENCE_ID
-        request.parameters["sequence_start"].bool_param = True
-        request.parameters["sequence_end"].bool_param = True
-    return request, remark
 
 
 class Watch:
@@ -269,7 +225,7 @@ class Watch:
         answered = self._answered or self._counts()
         probes = [(state, self._probe_soon(state)) for state in states]
         found = [_report(state) if probe is None else probe.result() for state, probe in probes]
-        if any(each.result == "failed" for each in found):
+        if any(each.result in ("busy", "failed") for each in found):
             found = self._judged(found, answered)
         self._answered = self._counts()
         return Report(True, tuple(found), said)
@@ -308,13 +264,15 @@ class Watch:
         return probe
 
     def _probe(self, state: ModelState) -> ModelReport:
+        """The report; whether it is really busy is for `_judged` to find out."""
         name, version = model = state.name, state.version
         report = _report(state)
         folder = None if self._settings.repository is None else self._settings.repository / name
+        is_real = True
         try:
             asked = service_pb2.ModelConfigRequest(name=name, version=version)
             config = self._stub.ModelConfig(asked, timeout=CALL_TIMEOUT_S).config
-            request, remark = probe_request(model, config, folder)
+            request, is_real, remark = probe_of(model, config, folder, self._settings.probe_inputs.get(name))
             has_warmup = bool(config.model_warmup) if takes_warmup(config) else None
             report = replace(report, has_warmup=has_warmup, said=remark)
             began_s = time.monotonic()
@@ -322,9 +280,7 @@ class Watch:
             return replace(report, result="ok", seconds=time.monotonic() - began_s)
         except grpc.RpcError as error:
             said = one_paragraph(error.details() or error.code().name)
-            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                said = f"{said} ({error.code().name})"
-            return replace(report, result="failed", said=said)
+            return replace(report, result=_result(error.code(), said, is_real), said=said)
         except _NotAnsweredError as error:
             return replace(report, result="failed", said=str(error))
 
@@ -339,18 +295,19 @@ class Watch:
                 raise _NotAnsweredError(one_paragraph(answer.error_message))
 
     def _judged(self, found: Iterable[ModelReport], answered: Mapping[Model, int]) -> list[ModelReport]:
-        """What failed is looked at again: was it unloaded meanwhile, or does it answer others? Raises ServerError as `_listed`."""
+        """Who did not answer is looked at again: was it unloaded meanwhile, does it answer others? Raises ServerError."""
         states = {(state.name, state.version): state for state in self._listed()[0]}
         judged = []
         for each in found:
             model = each.model, each.version
             state = states.get(model)
-            if each.result != "failed":
+            if each.result not in ("busy", "failed"):
                 judged.append(each)
             elif state is not None and state.state != "READY":
                 judged.append(_report(state))
             elif state is not None:
-                judged.append(replace(each, result="busy") if self._answers_others(model, answered) else each)
+                is_busy = each.result == "busy" and self._answers_others(model, answered)
+                judged.append(replace(each, result="busy" if is_busy else "failed"))
         return judged
 
     def _answers_others(self, model: Model, answered: Mapping[Model, int]) -> bool:
@@ -400,14 +357,14 @@ class WatchMetrics:
         of_version, of_model = ("model", "version"), ("model",)
         ready = GaugeMetricFamily("model_ready", "1: READY in Triton's repository index", labels=of_version)
         success = GaugeMetricFamily(
-            "model_probe_success", "1: it answers inferences, its queue may be full", labels=of_version
+            "model_probe_success", "1: it answers inferences, though its queue may be full", labels=of_version
         )
         seconds = GaugeMetricFamily(
             "model_probe_seconds", "How long the last probe's inference took", labels=of_version
         )
         warmup = GaugeMetricFamily("model_warmup", "1: it is warmed up when it is loaded", labels=of_model)
         probes = CounterMetricFamily(
-            "probes", "Inferences that were asked for: ok, busy, failed", labels=("model", "result")
+            "probes", "Inferences that were asked for: ok, busy, refused, failed", labels=("model", "result")
         )
         warmed: dict[str, bool] = {}
         for each in report.models:
@@ -476,33 +433,23 @@ def _report(state: ModelState) -> ModelReport:
     return ModelReport(state.name, state.version, state.state, said=one_paragraph(state.reason))
 
 
+def _result(code: grpc.StatusCode, said: str, is_real: bool) -> Result:
+    """What to make of an error."""
+    if code == grpc.StatusCode.INVALID_ARGUMENT and not is_real:
+        return "refused"
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) and "is not healthy" not in said:
+        return "busy"
+    return "failed"
+
+
 def _line(each: ModelReport) -> str:
     what = f"model {each.model} version {each.version}" if each.version else f"model {each.model}"
     if each.state != "READY":
         return f"{what} is {each.state}: {each.said or 'no reason given'}"
     if each.result == "failed":
         return f"{what} is READY, but does not answer an inference: {each.said}"
+    if each.result == "refused":
+        return f"{what} answers, but refuses zeros; give it warmup data or `samples`: {each.said}"
     if each.result == "busy":
         return f"{what} answers others, but not the probe: {each.said}"
     return f"{what} answers" + (f"; {each.said}" if each.said else "")
-
-
-def _parameter(config: ModelConfig, name: str) -> str:
-    return str(config.parameters[name].string_value) if name in config.parameters else ""
-
-
-def _warmup_data(folder: Path | None, file: str) -> bytes:
-    if folder is None:
-        raise FileNotFoundError("no model repository was named")
-    return (folder / "warmup" / file).read_bytes()
-
-
-def _varied(data: bytes, datatype: str) -> bytes:
-    """The same floats but for the last of their bits: another key in a response cache. Other types stay as they are."""
-    unsigned = {"FP32": "<u4", "FP64": "<u8"}.get(datatype)
-    if unsigned is None:
-        return data
-    bits = np.frombuffer(data, unsigned).copy()
-    for place in range(min(4, len(bits))):
-        bits[place] ^= random.getrandbits(12)
-    return bits.tobytes()
