@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
 from prometheus_client import generate_latest
 
 from tritonpilot.entry.gate import Gate
@@ -19,7 +20,7 @@ def section(title: str) -> set[str]:
     """The metrics in the tables of one section."""
     text = GUIDE.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    return {name for row in rows for name in re.findall(r"`([a-z0-9_:]+)`", row)}
 
 
 def exported(text: bytes) -> set[str]:
@@ -50,6 +51,11 @@ def test_those_of_triton_are_real() -> None:
     assert {name for name in section("Triton's own that are used") if not elsewhere.fullmatch(name)} <= set(
         re.findall(r"^# HELP (\S+)", captured, re.MULTILINE)
     )
+
+
+def test_those_that_rules_record() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "recording.yml").read_text())
+    assert section("Recording rules") == {rule["record"] for group in rules["groups"] for rule in group["rules"]}
 
 
 def test_the_edges() -> None:
