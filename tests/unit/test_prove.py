@@ -59,6 +59,12 @@ NAMES = [
     "compensation_text",
     "coverage_refusal",
     "int8_served",
+    "compose_e2e",
+    "alerts",
+    "dashboards",
+    "locust_constant",
+    "locust_burst",
+    "stranger_locked_out",
     "demo_time",
 ]
 
