@@ -193,7 +193,7 @@ class _TritonModel:
 
 
 def _trace_of(requests: Sequence[Any]) -> Any:
-    """The trace of the first request that has one (OpenTelemetry mode), None without; 0.3 us a request."""
+    """The trace of the first request that has one (OpenTelemetry mode), None without."""
     traces = (request.trace() for request in requests)
     return next((trace for trace in traces if trace.get_context() is not None), None)
 
