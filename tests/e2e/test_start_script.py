@@ -101,7 +101,7 @@ def test_it_refuses_to_run_without_a_key(container: Path) -> None:
     said = start(container)
 
     assert (said.returncode, said.stdout) == (1, "")
-    assert "Set TRITONPILOT_CONTROL_KEY" in said.stderr
+    assert "Run deploy/secrets.sh" in said.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file, whatever its mode")
