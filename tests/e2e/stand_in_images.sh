@@ -6,7 +6,8 @@
 # PYTHON is the project's interpreter (.venv/bin/python), FOLDER a place for 2 GB of temporary files. All are made from Debian's
 # packages and PyPI's, for machines that reach no registry of images: the base by debootstrap (which needs root, and a minute);
 # Triton from the nvidia-pytriton wheel in NVIDIA's layout, without C++ backends, so that our Python stand-ins serve there;
-# Prometheus and Alertmanager of perf/programs.py; haproxy from Debian. Grafana is no Debian package: there is no stand-in for it.
+# Prometheus and Alertmanager of perf/programs.py; haproxy from Debian; Locust from PyPI. Grafana is no Debian package: there is no
+# stand-in for it.
 # Images that are there already (the real ones) are left alone.
 set -eu
 python=$1
@@ -30,7 +31,7 @@ make_image() { # NAME FOLDER: the Dockerfile comes from stdin
 packages() { # FOLDER REQUIREMENT...: what the lock says of them, for the base's Python
     folder=$1
     shift
-    "$python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint "$lock" --target "$folder" "$@"
+    "$python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts --constraint "$lock" --target "$folder" "$@"
 }
 
 if lacks "$base"; then
@@ -91,6 +92,17 @@ ENTRYPOINT ["/bin/$name"]
 END
     fi
 done
+
+if lacks locustio/locust:2.18.4; then
+    packages "$work/locust/packages" --requirement "$project/deploy/pilot/requirements.txt" locust==2.18.4
+    make_image locustio/locust:2.18.4 "$work/locust" <<END
+FROM $base
+COPY packages/ /usr/local/lib/python$minor/dist-packages/
+RUN useradd --uid 1000 locust
+USER locust
+ENTRYPOINT ["python3", "-m", "locust"]
+END
+fi
 
 if lacks haproxy:3.0.11-alpine; then
     mkdir "$work/haproxy"

@@ -90,6 +90,7 @@ def test_stand_ins_have_the_names_of_the_images_that_compose_uses(services: dict
     script = (ROOT / "tests" / "e2e" / "stand_in_images.sh").read_text()
     official = {default(service["image"]) for service in services.values() if "build" not in service}
     bases = {
+        f"locustio/locust:{default(services['locust']['build']['args']['LOCUST_TAG'])}",
         "nvcr.io/nvidia/tritonserver:24.10-py3",
         f"python:{default(services['entry']['build']['args']['PYTHON_TAG'])}",
     }

@@ -187,6 +187,25 @@ def test_without_prometheus_all_others_go_on(deployment: Deployment) -> None:
     assert ask(deployment, "triton_up", f"&time={at_s}"), "its data outlived it"
 
 
+def test_locust_sends_rows_through_the_entry(deployment: Deployment) -> None:
+    if not composing.has_image("locustio/locust:2.18.4"):
+        pytest.skip("no image locustio/locust:2.18.4 here: make test-compose")
+    rows = deployment.folder / "models" / "echo" / "build" / "samples.npz"
+    rows.parent.mkdir()
+    np.savez(rows, x=np.ones((8, 4), dtype=np.float32))
+    built = deployment.compose("--profile", "load", "build", "locust")
+    assert built.returncode == 0, built.stderr
+    before = answered(deployment)
+
+    options = ("--scenario", "constant", "--service", "echo", "--rate-per-s", "20", "--seconds", "3")
+    said = deployment.compose("--profile", "load", "run", "--rm", "-T", "--no-deps", "locust", *options)
+
+    assert said.returncode in (0, 1), (
+        said.stdout + said.stderr
+    )  # 1: slower than the scenario allows, which is not judged here
+    assert answered(deployment) - before >= 40, said.stdout + said.stderr
+
+
 def test_two_tritons_behind_the_balancer_answer_when_one_is_killed(deployment: Deployment) -> None:
     if not composing.has_image("haproxy:3.0.11-alpine"):
         pytest.skip("no image haproxy:3.0.11-alpine here: make test-compose")
@@ -295,6 +314,8 @@ def test_prometheus_names_a_full_disk_and_goes_on_when_there_is_space(other: Dep
     docker("volume", "create", "--driver", "local", *(word for option in options for word in ("--opt", option)), volume)
     try:
         other.compose("up", "--no-build", "--wait", "--no-deps", "prometheus")
+        wait_for(lambda: ask(other, "up"), lambda: logs(other))
+        before_s = ask(other, "up")[0]["value"][0]
         fill = "dd if=/dev/zero of=/data/full bs=4k 2>/dev/null; exec sleep 300"
         docker(
             "run", "--detach", "--init", "--name", holder, "--volume", f"{volume}:/data", OFFICIAL[1], "sh", "-c", fill
@@ -303,7 +324,8 @@ def test_prometheus_names_a_full_disk_and_goes_on_when_there_is_space(other: Dep
         wait_for(lambda: "no space left on device" in logs(other), lambda: logs(other))
         docker("exec", holder, "rm", "/data/full")
         now_s = time.time()
-        wait_for(lambda: float(ask(other, "timestamp(up)")[0]["value"][1]) > now_s, lambda: logs(other))
+        wait_for(lambda: ask(other, f"timestamp(up) > {now_s}"), lambda: logs(other))
+        assert ask(other, "up", f"&time={before_s}"), "what was written before is there"
     finally:
         other.compose("down")
         docker("rm", "--force", holder)
@@ -338,6 +360,13 @@ def answers(deployment: Deployment, variable: str) -> bool:
     except (InferenceServerException, OSError):
         return False
     return True
+
+
+def answered(deployment: Deployment) -> float:
+    """Requests that the entry has had answered."""
+    metrics = text(f"http://127.0.0.1:{deployment.ports['ENTRY_METRICS_PORT']}/metrics").splitlines()
+    counts = [line for line in metrics if line.startswith("processed_requests_total{") and 'status="ok"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in counts)
 
 
 def inspect(deployment: Deployment, service: str) -> dict[str, Any]:
