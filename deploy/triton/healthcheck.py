@@ -3,7 +3,8 @@
     python3 healthcheck.py [URL [REPOSITORY [KEY_FILE]]]
 
 The container's health check: standard library only, Python 3.8 or newer. Exits with 0, or with 1 and a line that says why. The
-inference is the model's first warmup request where it has one, else zeros.
+inference is the model's first warmup request where it has one, else a row that the build has left in the model's folder, else
+zeros.
 """
 
 from __future__ import annotations
@@ -78,10 +79,16 @@ def request(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes
         if tensor.get("optional"):
             continue
         given = warmup.get(tensor["name"], {})
-        dims = [max(1, int(size)) for size in given.get("dims") or tensor["dims"]]
+        stated = [int(size) for size in given.get("dims") or tensor["dims"]]
+        dims = [max(1, size) for size in stated]
         datatype = {"STRING": "BYTES"}.get(tensor["data_type"][len("TYPE_") :], tensor["data_type"][len("TYPE_") :])
-        file = given.get("input_data_file")
-        data = (folder / "warmup" / file).read_bytes() if file else bytes(math.prod(dims) * ELEMENT_BYTES[datatype])
+        data = bytes(math.prod(dims) * ELEMENT_BYTES[datatype])
+        if given.get("input_data_file"):
+            data = (folder / "warmup" / given["input_data_file"]).read_bytes()
+        elif not given and dims == stated:  # a row that `tritonpilot build` has left there
+            row = folder / "warmup" / row_file(tensor["name"])
+            fits = row.is_file() and (datatype == "BYTES" or row.stat().st_size == len(data))
+            data = row.read_bytes() if fits else data
         shape = [1, *dims] if int(config.get("max_batch_size", 0)) > 0 else dims
         inputs.append(
             {
@@ -96,6 +103,11 @@ def request(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes
     if "sequence_batching" in config:
         header["parameters"].update(sequence_id=1, sequence_start=True, sequence_end=True)
     return header, b"".join(tensors)
+
+
+def row_file(tensor: str) -> str:
+    """As tritonpilot.model_config.warmup_file."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in tensor) + ".bin"
 
 
 def call(url: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> bytes:

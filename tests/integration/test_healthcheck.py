@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import TensorProto
+from photos import encoded, scene
 from unit.onnx_files import identity
 
 from tritonpilot import build, repository, spec
@@ -24,19 +25,23 @@ HEALTHCHECK = Path(__file__).parents[2] / "deploy" / "triton" / "healthcheck.py"
 
 @pytest.fixture(scope="module")
 def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with warmup data, one without, and one of strings."""
+    """A model with warmup data, one without, one of strings, and one that refuses zeros, but has samples."""
     root = tmp_path_factory.mktemp("healthcheck")
     services = {
         "warm": "model: {file: model.onnx, samples: samples.npz}\nwarmup: {batch_sizes: [1, 4]}\n",
         "cold": "model: {file: model.onnx}\n",
         "words": "model: {file: model.onnx}\n",
+        "photos": "model: {backend: image_decode, samples: samples.npz, parameters: {size: 32}}\n",
     }
     for name, text in services.items():
         element = TensorProto.STRING if name == "words" else TensorProto.FLOAT
-        identity(root / "models" / name / "model.onnx", element=element)
+        (root / "models" / name).mkdir(parents=True)
+        if name != "photos":
+            identity(root / "models" / name / "model.onnx", element=element)
         batching = "batching: {max_batch_size: 4}\n"
         (root / "models" / name / "service.yaml").write_text(f"service: {name}\n{batching}{text}")
     np.savez(root / "models" / "warm" / "samples.npz", x=np.ones((3, 4), np.float32))
+    np.savez(root / "models" / "photos" / "samples.npz", photo=np.array([[encoded(scene())]]))
     plans = build.plan(spec.load_services(root / "models"))
     repository.publish(root / "model_repository", [plan.folder for plan in plans])
     return root / "model_repository"
@@ -44,7 +49,8 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_repository: Path) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(model_repository) as running:
+    probes = build.probe_inputs(model_repository.parent / "models", model_repository)
+    with EmbeddedServer(model_repository, probe_inputs=probes) as running:
         yield running
 
 
@@ -95,9 +101,10 @@ def test_an_unloaded_model_is_no_fault_but_a_server_without_models_is_not_ready(
 
     server.unload("warm")
     server.unload("words")
+    server.unload("photos")
     assert healthcheck(server.endpoints.http, model_repository, key_file) == (1, "no model is loaded\n")
 
-    for name in ("cold", "warm", "words"):
+    for name in ("cold", "warm", "words", "photos"):
         server.load(name)
 
 

@@ -112,11 +112,12 @@ def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[
         # An ensemble may be a step of another one: those whose members are known go first.
         ready = [s for s in waiting if not {w.service for w in waiting} & _members(s)] or waiting[:1]
         for service in ready:
-            _sample_row(service, model_config.pipeline_signature(service))
+            signature = model_config.pipeline_signature(service)
+            row = _sample_row(service, signature)
             config = model_config.generate_ensemble(service, configs)
             configs[service.service] = config
             text = model_config.to_text(config, _source(service))
-            plans.append(Plan(service, ModelFolder(service.service, text, {})))
+            plans.append(Plan(service, ModelFolder(service.service, text, {}, _row_files(row, signature))))
             waiting.remove(service)
     return sorted((p for p in plans if p.service.service in asked), key=lambda p: p.service.service)
 
@@ -217,10 +218,16 @@ def _plan_model(service: Service, target: Target) -> Plan:
             files.update({name: path.parent / name for name in external_files(path)})
     row = _sample_row(service, signature)
     config = model_config.generate(service, signature, target, row)
-    warmup = {}
-    if row is not None and service.warmup is not None and service.warmup.data == "samples":
-        warmup = {model_config.warmup_file(t.name): samples.raw(row[t.name]) for t in signature.inputs}
-    return Plan(service, ModelFolder(service.service, model_config.to_text(config, _source(service)), files, warmup))
+    text = model_config.to_text(config, _source(service))
+    return Plan(service, ModelFolder(service.service, text, files, _row_files(row, signature)))
+
+
+def _row_files(row: Mapping[str, NDArray[Any]] | None, signature: Signature) -> dict[str, bytes]:
+    """The row for the model's warmup folder: Triton warms it up with that where the config says so, and what asks whether the model
+    answers (`tritonpilot watch`, the container's health check) has real data."""
+    if row is None:
+        return {}
+    return {model_config.warmup_file(tensor.name): samples.raw(row[tensor.name]) for tensor in signature.inputs}
 
 
 def _signature(service: Service, target: Target, files: Mapping[str, Path]) -> Signature:

@@ -149,6 +149,14 @@ def serve(
             help="Triton's HTTP threads; 0: its default. On one core 1 costs least; load over gRPC then.", min=0
         ),
     ] = 0,
+    trace_url: Annotated[
+        str,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            metavar="URL",
+            help="OTLP/HTTP receiver of OpenTelemetry spans, as http://127.0.0.1:4318/v1/traces.",
+        ),
+    ] = "",
     models: Models = MODELS,
     as_json: Json = False,
 ) -> None:
@@ -165,6 +173,7 @@ def serve(
         rate_limit=rate_limit,
         cache_size_bytes=cache_mb << 20,
         http_threads=http_threads,
+        trace_url=trace_url,
         probe_inputs=building.probe_inputs(models, repository),
         on_progress=_narrate,
     )
@@ -240,6 +249,7 @@ def watch(
         Optional[Path],  # noqa: UP045
         typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
     ] = None,
+    models: Models = MODELS,
     is_once: Annotated[bool, typer.Option("--once", help="Look once; exit 9 when something is wrong.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -249,6 +259,7 @@ def watch(
     settings = watching.Settings(
         triton_grpc,
         repository if repository.is_dir() else None,
+        probe_inputs=building.probe_inputs(models, repository),
         key=watching.control_key(control_key_file),
         host=host,
         port=port,

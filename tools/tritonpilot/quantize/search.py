@@ -4,11 +4,11 @@
     result.reason        # "INT8 with outlier channels apart in 30 of 36 nodes: mean cosine 0.9950, ..., 1.8 times the rows ..."
     result.chosen.path   # the INT8 file; the FP32 model when nothing is better
 
-Cheap questions come first: the plain INT8 model; if it loses too much, one with corrected biases, which take no time; then one
-whose outlier channels are computed apart (`split`), and one that leaves the nodes in FP32 that cost most accuracy for the time
-they save (`switched`); then, while none is accurate enough, SmoothQuant and other calibration methods, each kept if it helps.
-All are judged by the gate and measured side by side. Steps that end are kept in `store`, so that a search that was interrupted
-goes on where it was.
+Cheap questions come first: the plain INT8 model; if it loses too much, one with corrected biases and then without the extremes of
+its ranges, which cost no time; then one whose outlier channels are computed apart (`split`), and one that leaves the nodes in FP32
+that cost most accuracy for the time they save (`switched`); then, while none is accurate enough, SmoothQuant and other calibration
+methods, each kept if it helps. All are judged by the gate and measured side by side. Steps that end are kept in `store`, so that a
+search that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ LEAST_GAIN = 1.05
 #: Layers whose input's range shrinks so many times without its outlier channels are split. On MiniLM 3 splits 10 of 36 layers
 #: (mean cosine .9875 -> .9966, 1.97 times the rows of FP32 at batch 16), 1.5 splits 31 (.9988, 1.82 times).
 SPLIT_GAINS = (3.0, 1.5)
+#: What costs no time when the model runs; "percentile" cuts extremes off at 99.99 %. EfficientNet-Lite0 keeps 98.6 % of its first
+#: classes with both, 97.7 % with corrected biases, 97.3 % as it is.
+CORRECTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("INT8, bias corrected", {"bias_correction": True}),
+    ("INT8, bias corrected, percentile", {"bias_correction": True, "method": "percentile", "percentile": 99.99}),
+)
 
 
 class Store(Protocol):
@@ -193,9 +199,11 @@ def compensate(
     plain = Recipe(options or QdqOptions.for_cpu(model))
     found = [search.fp32(), search.judged("INT8", plain)]
     sensitivities: list[Sensitivity] = []
-    if not found[-1].is_accurate and search.has_biases():
-        corrected = dataclasses.replace(plain.options, bias_correction=True)
-        found.append(search.judged("INT8, bias corrected", Recipe(corrected)))
+    if search.has_biases():
+        for words, change in CORRECTIONS:
+            if found[-1].is_accurate:
+                break
+            found.append(search.judged(words, Recipe(dataclasses.replace(plain.options, **change))))
     if not found[-1].is_accurate:
         recipe = min(found[1:], key=lambda each: each.noise).recipe or plain
         found += search.split(recipe)
