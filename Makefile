@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lock prove clean
+.PHONY: help setup demo test test-compose check audit format lock prove clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml requirements.lock models/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3,10) <= sys.version_info < (3,13) else "Triton Pilot needs CPython 3.10, 3.11 or 3.12 (numpy 1.26 has no wheels for others); this is %d.%d. Say which: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "setup: making $(VENV) with $$($(PYTHON) --version); about two minutes with downloads"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint requirements.lock --editable '.[models,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint requirements.lock --editable '.[models,load,dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --ignore-requires-python --requirement models/requirements.txt
 	@touch $@
 
@@ -27,11 +27,16 @@ demo: setup ## train what is missing, build, serve, infer, and measure with perf
 test: setup ## all tests, against the real tritonserver
 	@$(BIN)/python -m pytest
 
-check: setup ## ruff, mypy --strict, import-linter
+check: setup ## ruff, mypy --strict, import-linter, hadolint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/hadolint --config deploy/hadolint.yaml deploy/*/Dockerfile
+
+audit: setup ## ask PyPI for known vulnerabilities of the pinned versions (needs a network)
+	@$(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	@$(VENV)/audit/bin/python tools/audit.py
 
 format: setup ## let ruff format and fix
 	@$(BIN)/ruff format .

@@ -103,16 +103,16 @@ CLAIMS = {
               "network served by Triton", needs_quiet=True),
         Claim("compose_e2e", compose_e2e.compose_e2e, "s", Bar("<", 30), "until every service of docker-compose.yml is healthy, on "
               "images that are there"),
-        Claim("alerts", alerts.alerts, "s", Bar("<=", 60), "until the last alert of a slow model, a flood and a killed stub fired, or "
-              "was resolved after its end, under a real Prometheus with the deployed rules"),
-        Claim("dashboards", dashboards.dashboards, "of queries", Bar(">=", 1), "share of the dashboards' queries that return data "
-              "of a real Triton, entry and watch from a real Prometheus, those for GPUs apart"),
+        Claim("alerts", alerts.alerts, "s", Bar("<=", 60), "until the last alert of a slow model, a flood and a killed stub fired, "
+              "or was resolved after its end, under a real Prometheus with the deployed rules"),
+        Claim("dashboards", dashboards.dashboards, "of queries", Bar(">=", 1), "share of the dashboards' queries that return "
+              "data of a real Triton, entry and watch from a real Prometheus, those for GPUs apart"),
         Claim("locust_constant", locust.locust_constant, "ms", Bar("<", 50), "P99 of 100 ctr requests a second for 5 minutes by "
               "Locust through the entry; at most 0.02 % fail", needs_quiet=True),
-        Claim("locust_burst", locust.locust_burst, "s", Bar("<=", 5), "from a step of 0 to 500 requests a second until P99 is below "
-              "50 ms again; no error for the class realtime", needs_quiet=True),
-        Claim("stranger_locked_out", stranger.stranger_locked_out, "attempts", Bar("<=", 0), "attempts without the key, over HTTP "
-              "and gRPC, to load, unload, register memory or change settings that got through"),
+        Claim("locust_burst", locust.locust_burst, "s", Bar("<=", 5), "from a step of 0 to 500 requests a second until P99 is "
+              "below 50 ms again; no error for the class realtime", needs_quiet=True),
+        Claim("stranger_locked_out", stranger.stranger_locked_out, "attempts", Bar("<=", 0), "attempts without the key, over "
+              "HTTP and gRPC, to load, unload, register memory or change settings that got through"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )
