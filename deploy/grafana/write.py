@@ -346,7 +346,7 @@ OVERVIEW = dashboard(
     lines("Batch size", "Mean rows of an execution over a minute. 1 under load: nothing is joined.",
           (f"triton:batch_size:mean1m{{{OF_MODEL}}}", "{{model}}"), unit="none", axis="rows"),
     row("Triton alone, with callers that bypass the entry"),
-    lines("Requests by outcome in Triton", "Wakes of the batcher count as rejected: docs/metrics.md.",
+    lines("Requests by outcome in Triton", "Without the requests that only wake its batcher: docs/metrics.md.",
           (f"triton:processed_requests:rate1m{{{OF_MODEL}}}", "{{model}} {{status}}"), unit="reqps"),
     lines("Mean time in Triton", "With its queue, over a minute.",
           (f"triton:inference_latency_seconds:mean1m{{{OF_MODEL}}}", "{{model}}"), unit="s"),

@@ -42,11 +42,12 @@ warmup: {batch_sizes: [1, 4], data: zero}
 """,
     CACHED: "batching: {max_batch_size: 4}\nresponse_cache: true\n",
 }
-SHOP_PER_S, SCANS_PER_S, ODD_PER_S = 90.0, 25.0, 2.0
-SCANS_QUOTA_PER_S = 15.0
+SHOP_PER_S, SCANS_PER_S, STRANGER_PER_S = 90.0, 25.0, 2.0
+SCANS_QUOTA_PER_S = 2.0
+WRONG = 3  # requests that the model cannot take, while there is room for them
 SCRAPE_S, LOAD_S = 5.0, 60.0
-QUICK_SCRAPE_S, QUICK_LOAD_S = 1.0, 6.0
-LATE_S = 20.0  # until a rule has seen the last scrape
+QUICK_SCRAPE_S, QUICK_LOAD_S = 1.0, 4.0
+LATE_S = 30.0  # until the watch has looked, and until a rule has seen the last scrape
 
 
 @dataclass(frozen=True)
@@ -109,34 +110,36 @@ def look(bench: Bench, scrape_s: float, load_s: float) -> Seen:
         with (
             EmbeddedServer(root, cache_size_bytes=1 << 20, cpus=[bench.cores.server]) as server,
             Sender(server.endpoints.grpc) as sender,
-            entered(Served(server, sender), tenants=tenants) as entry,
-            watched(server, root) as watch,
-            scraping(
-                folder,
-                {"triton": server.endpoints.metrics, "entry": entry.metrics, "watch": watch},
-                scrape_s,
-            ) as prometheus,
         ):
-            start_s = time.time()
-            sender.send([Request(CACHED, busy.row())] * 8, in_flight=1)
-            callers.on_schedule(entry.http, _calls(keys, load_s))
-            sender.send([Request(CACHED, busy.row())] * 8, in_flight=1)
-            server.check_alive()
-            return _asked(prometheus, start_s, scrape_s)
+            again = [Request(CACHED, busy.row())] * 8
+            sender.send(again, in_flight=1)
+            with (
+                entered(Served(server, sender), tenants=tenants) as entry,
+                watched(server, root) as watch,
+                scraping(
+                    folder, {"triton": server.endpoints.metrics, "entry": entry.metrics, "watch": watch}, scrape_s
+                ) as prometheus,
+            ):
+                prometheus.wait_for("triton_up == 1", LATE_S)
+                start_s = time.time()
+                for seed in range(2):
+                    callers.on_schedule(entry.http, _calls(keys, load_s / 2, seed))
+                    sender.send(again, in_flight=1)
+                server.check_alive()
+                return _asked(prometheus, start_s, scrape_s)
 
 
-def _calls(keys: dict[str, str], seconds: float) -> list[Due]:
+def _calls(keys: dict[str, str], seconds: float, seed: int) -> list[Due]:
     """More than the model can do in the better class, more than its quota in the other, some that fail, some without a key."""
-    random = np.random.default_rng(6)
+    random = np.random.default_rng(seed)
     good = callers.body(MODEL, busy.row())
     wrong = callers.body(MODEL, {"x": np.zeros((1, 7), np.float32)})
     streams = (
         ("shop", SHOP_PER_S, good, keys["shop"]),
         ("scans", SCANS_PER_S, good, keys["scans"]),
-        ("wrong", ODD_PER_S, wrong, keys["shop"]),
-        ("stranger", ODD_PER_S, good, "nobody's"),
+        ("stranger", STRANGER_PER_S, good, "nobody's"),
     )
-    return [
+    return [Due(0.0, "wrong", wrong, {KEY_HEADER: keys["shop"]})] * WRONG + [
         Due(at_s, group, body, {KEY_HEADER: key})
         for group, per_s, body, key in streams
         for at_s in callers.poisson(per_s, seconds, random).tolist()
