@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
-from tritonpilot.watch import WatchMetrics
+from tritonpilot.watch import Report, WatchMetrics
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -36,7 +36,9 @@ def test_the_entrys() -> None:
 
 
 def test_the_watchs() -> None:
-    assert section("The watch") == exported(generate_latest(WatchMetrics().registry))
+    metrics = WatchMetrics()
+    metrics.take(Report(False))
+    assert section("The watch") == exported(generate_latest(metrics.registry))
 
 
 def test_those_of_our_backends() -> None:

@@ -119,7 +119,8 @@ def test_a_response_cache_is_asked_something_new_each_time() -> None:
 
     floats = np.array([np.frombuffer(each[0], "<f4") for each in asked])
     assert len({each[0] for each in asked}) == 50
-    assert np.abs(floats).max() < 1e-40
+    assert (floats[:, : min(4, floats.shape[1])] > np.finfo(np.float32).tiny).all(), "denormals are slow"
+    assert np.abs(floats).max() < 1.01e-6
     assert {each[1] for each in asked} == {bytes(8)}, "a number that stands for something stays"
 
 

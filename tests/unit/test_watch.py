@@ -55,6 +55,7 @@ def test_a_person_reads_a_line_a_model() -> None:
 
 def test_prometheus_gets_the_last_look_and_the_counts_of_all() -> None:
     metrics = WatchMetrics()
+    assert b"triton_up" not in generate_latest(metrics.registry), "not known before the first look"
     cold = ModelReport("cold", "2", "READY", "busy", has_warmup=False)
     for report in (Report(True, (WELL, cold)), Report(True, (WELL, cold)), Report(True, (DEAD, replaced(cold)))):
         metrics.take(report)

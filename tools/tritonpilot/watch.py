@@ -328,7 +328,7 @@ class WatchMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._report = Report(False)
+        self._report: Report | None = None
         self._counts: dict[tuple[str, Result], int] = {}
 
     def take(self, report: Report) -> None:
@@ -353,6 +353,8 @@ class WatchMetrics:
     def collect(self) -> Iterator[Any]:
         """All families (prometheus_client's protocol of a collector)."""
         report = self._report
+        if report is None:  # not known yet, which is no outage
+            return
         up = GaugeMetricFamily("triton_up", "1: Triton answers", value=int(report.is_up))
         of_version, of_model = ("model", "version"), ("model",)
         ready = GaugeMetricFamily("model_ready", "1: READY in Triton's repository index", labels=of_version)
