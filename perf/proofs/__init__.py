@@ -121,20 +121,15 @@ CLAIMS = {
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
     "waker_cost": "2.2 % at saturation before the waker had a budget of wakes; the full run with it is to come",
-    "stall_poisson": "1.24, for the model took longer for the larger batches that levels make; to be run with single rows",
     "mixed_overload": "goodput and the high class hold, but 1 to 2 % of the rejections come late, after a wait",
     "int8_ctr": "its full run is to come",
     "int8_image": "its full run is to come",
     "int8_text": "its full run is to come",
-    "int8_risk": "its full run is to come",
     "int8_ocr": "its full run is to come",
     "compensation_text": "its full run is to come",
-    "coverage_refusal": "its full run is to come",
     "int8_served": "its full run is to come",
     "compose_e2e": "its full run is to come",
     "alerts": "its full run is to come",
-    "dashboards": "its full run is to come",
     "locust_constant": "its full run is to come",
     "locust_burst": "its full run is to come",
-    "stranger_locked_out": "its full run is to come",
 }
