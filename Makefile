@@ -27,8 +27,8 @@ demo: setup ## train what is missing, build, serve, infer, and measure with perf
 test: setup ## all tests, against the real tritonserver
 	@$(BIN)/python -m pytest
 
-test-compose: setup ## docker compose end to end, with an engine of its own where none runs (5 min, 3 GB)
-	@tests/e2e/compose.sh $(BIN)/python -m pytest tests/e2e/test_compose.py tests/e2e/test_compose_up.py
+test-compose: setup ## docker compose end to end, with an engine of its own where none runs (root; 2 GB; 8 min the first time, then 4)
+	@tests/e2e/compose.sh $(BIN)/python -m pytest -rs tests/e2e/test_compose.py tests/e2e/test_compose_up.py
 
 check: setup ## ruff, mypy --strict, import-linter, hadolint
 	@$(BIN)/ruff check .
