@@ -35,12 +35,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. `path` is None when FP32 stays: then nothing was written."""
+    """What came of it. `path` is None when FP32 stays: then nothing was written. `accurate` is the fastest INT8 model that is
+    accurate enough, in the cache, also when FP32 is faster."""
 
     model: str
     path: Path | None
     reason: str
     figures: dict[str, Any]
+    accurate: Path | None = None
 
 
 def quantize(
@@ -97,7 +99,7 @@ def quantize(
             raise MeasurementError(
                 f"{part.service}: no INT8 model is accurate enough: {result.reason}. Nothing was written, FP32 stays."
             )
-        return Outcome(part.service, None, result.reason, figures)
+        return Outcome(part.service, None, result.reason, figures, _accurate(result))
     apart = accuracy.check_batch_mates(result.chosen.path, evaluation)
     if apart > MATES_WITHIN:
         raise ModelError(
@@ -123,7 +125,11 @@ def quantize(
         coverage=figures["coverage"],
     )
     _publish(result, history, output)
-    return Outcome(part.service, output, result.reason, figures)
+    return Outcome(part.service, output, result.reason, figures, _accurate(result))
+
+
+def _accurate(result: search.Result) -> Path:
+    return max((each for each in result.candidates[1:] if each.is_accurate), key=result.gain).path
 
 
 def _slice(pool: data.Rows, only: tuple[str, str]) -> NDArray[np.int64]:
