@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -117,7 +118,7 @@ class Caller(User):
             name=f"{run.options.service} {part.stream.caller_class}",
             response_time=(done.answered_s - due_s) * 1e3,
             response_length=0,
-            exception=failure,
+            exception=None if failure is None else RuntimeError(str(failure)),  # tritonclient's own shows no reason
             context={},
         )
 
@@ -161,9 +162,10 @@ def prepare(environment: Any, **_: Any) -> None:
         refuse(
             "--host has https, and this load test speaks plain HTTP. Nothing was sent. Ask the entry or Triton itself."
         )
-    figures_file = environment.parsed_options.figures
-    if figures_file is not None and not figures_file.parent.is_dir():
-        refuse(f"--figures: the folder {figures_file.parent} does not exist. Nothing was sent. Make it first.")
+    options = environment.parsed_options
+    for option, file in (("--figures", options.figures), ("--html", options.html_file)):
+        if file and (why := unwritable(Path(file))):
+            refuse(f"{option}: {why}. Nothing was sent. Make the folder first, or name another file.")
     Caller.run_of_all = Run(environment.parsed_options)
 
 
@@ -216,6 +218,17 @@ def positive(text: str) -> float:
     return number
 
 
+def unwritable(file: Path) -> str:
+    """Why the file cannot be written once the test is over; empty when it can."""
+    if not file.parent.is_dir():
+        return f"the folder {file.parent} does not exist"
+    if file.is_dir():
+        return f"{file} is a folder"
+    return (
+        "" if os.access(file if file.exists() else file.parent, os.W_OK) else f"{file} cannot be written by this user"
+    )
+
+
 def default_samples(service: str) -> Path:
     """The file of rows that the service's model folder has: of the whole pipeline, else of its only model."""
     folder = Path("models", service, "build")
@@ -228,7 +241,16 @@ def sample_rows(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
+        for name, array in arrays.items():
+            if (
+                array.ndim == 0
+                or len(array) == 0
+                or (np_to_triton_dtype(array.dtype) is None and array.dtype.kind not in "US")
+            ):
+                raise ValueError(f"{name} holds no rows of numbers or strings")
+        if not arrays:
+            raise ValueError(f"{path} is empty")
+    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         refuse(
             f"The rows to send cannot be read: {error}. Nothing was sent. Run `tritonpilot build --prepare` and this command in "
             "the project's folder, or name an .npz file with --samples."

@@ -121,8 +121,6 @@ CLAIMS = {
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
     "waker_cost": "2.2 % at saturation before the waker had a budget of wakes; the full run with it is to come",
-    "mixed_overload": "goodput and the high class hold, but 1 to 2 % of the rejections come late, after a wait",
-    "int8_ctr": "its full run is to come",
     "int8_image": "its full run is to come",
     "int8_text": "its full run is to come",
     "int8_ocr": "its full run is to come",
