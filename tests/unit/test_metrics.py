@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import functools
+import http.server
 import math
+import os
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +73,25 @@ def test_idle_model_has_no_means() -> None:
 def test_counters_that_ran_backwards_are_not_reported() -> None:
     with pytest.raises(MeasurementError, match="reloaded or the server restarted"):
         BEFORE - replace(BEFORE, success=11)
+
+
+def test_a_proxy_is_not_asked_for_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text("nv_energy_consumption 1\n")
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    asked = "from tritonpilot import metrics; import sys; print(metrics.scrape(sys.argv[1])[0].value)"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", asked, f"127.0.0.1:{server.server_port}"],
+                env={**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": ""},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        finally:
+            server.shutdown()
+            thread.join()
+    assert done.stdout == "1.0\n", done.stderr
 
 
 def test_unreachable_metrics_name_the_address() -> None:

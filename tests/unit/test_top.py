@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tritonpilot import metrics, top
+from tritonpilot.cli import app
 from tritonpilot.errors import MeasurementError, SpecError
 from tritonpilot.top import Endpoints, Page, Reading
 
@@ -207,6 +209,28 @@ def test_unreadable_addresses_are_refused_at_once() -> None:
             top.views(wrong)
     with pytest.raises(MeasurementError, match="cannot be read"):
         top.views(Endpoints(NOWHERE))
+
+
+def test_a_triton_is_not_taken_for_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "read", lambda _: Reading(NOW.triton, NOW.triton))
+    with pytest.raises(MeasurementError, match="is a Triton's, not an entry's"):
+        top.views(Endpoints(entry="127.0.0.1:8002"))
+
+
+def test_files_and_pipes_get_every_column_in_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "views", lambda *_: iter([top.compare(BEFORE, NOW)]))
+    monkeypatch.setenv("COLUMNS", "60")
+    app(["top", "--once"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "compute" in said
+    assert "…" not in said
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "inf", "1e300"])
+def test_intervals_that_nobody_waits_for_are_refused(interval: str) -> None:
+    assert CliRunner().invoke(app, ["top", "--interval", interval]).exit_code == 2
 
 
 def test_the_screen_shows_each_view_in_place_of_the_last() -> None:

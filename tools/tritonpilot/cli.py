@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, Optional, cast, get_args
 
 import rich
 import typer
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 import tritonpilot
 from tritonpilot import build as building
@@ -463,7 +463,7 @@ def top(
     entry: Annotated[
         str, typer.Option(help="Metrics of an entry in front of it, for classes.", metavar="HOST:PORT")
     ] = "",
-    interval: Annotated[float, typer.Option(help="Seconds from view to view.", min=0.1)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds from view to view.", min=0.1, max=3600)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -553,8 +553,10 @@ def _show(render: Callable[[int | None], Iterable[RenderableType]]) -> None:
     """Print as wide as the terminal is; into files and pipes without a limit."""
     console = rich.get_console()
     width = console.width if console.is_terminal else None
+    if width is None:
+        console = Console(width=UNLIMITED)  # print() takes no width above the console's own, which is 80 here
     for part in render(width):
-        console.print(part, width=width or UNLIMITED, crop=False)
+        console.print(part, crop=False)
 
 
 def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 -- the signature of a handler

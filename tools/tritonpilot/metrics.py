@@ -23,6 +23,7 @@ from tritonpilot.errors import MeasurementError
 TIMEOUT_S = 10
 PENDING = "nv_inference_pending_request_count"
 FAILURES = "nv_inference_request_failure"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is for the way out, not for loopback
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,12 @@ def scrape(metrics_url: str) -> tuple[Sample, ...]:
     """Every sample of a Triton's /metrics; `metrics_url` is "host:port". Raises MeasurementError."""
     url = f"http://{metrics_url}/metrics"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        with DIRECT.open(url, timeout=TIMEOUT_S) as answer:
             text = answer.read().decode("utf-8")
     except (OSError, urllib.error.URLError, UnicodeDecodeError) as error:
         raise MeasurementError(
             f"The metrics at {url} cannot be read ({error}). There are no figures from them. Check that the server runs "
-            "and that this is its metrics port (Triton's --metrics-port, 8002 by default)."
+            "and that this is its metrics port (by default 8002 of Triton, 8102 of an entry)."
         ) from error
     return parse(text)
 

@@ -20,6 +20,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_api_client import PrometheusConnect
 from prometheus_api_client.exceptions import PrometheusApiClientException
@@ -206,6 +207,9 @@ class Source:
         address = (url if "://" in url else f"http://{url}").rstrip("/")
         self.url = re.sub(r"//[^/@]*@", "//", address)  # without a password, for reports
         try:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError("no http:// or https:// with a host")
             self._prometheus = PrometheusConnect(address, retry=0, timeout=TIMEOUT_S)
         except ValueError as error:
             raise SpecError(

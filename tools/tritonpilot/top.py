@@ -19,7 +19,6 @@ import re
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -200,10 +199,15 @@ def views(endpoints: Endpoints, interval_s: float = 2.0) -> Iterator[View]:
     before = read(endpoints)
     if before.triton is None or (endpoints.entry and before.entry is None):
         raise MeasurementError(" ".join(before.troubles))
-    if not any(sample.name.startswith("nv_") for sample in before.triton.samples):
+    if not _is_of_triton(before.triton):
         raise MeasurementError(
             f"The page http://{endpoints.metrics}/metrics is not Triton's: no figure on it begins with nv_. Nothing is shown. "
             "Give Triton's metrics port (8002 by default)."
+        )
+    if before.entry is not None and _is_of_triton(before.entry):
+        raise MeasurementError(
+            f"The page http://{endpoints.entry}/metrics is a Triton's, not an entry's. Nothing is shown. Give the entry's metrics "
+            "port (8102 by default), or leave --entry out."
         )
     return _follow(endpoints, interval_s, before)
 
@@ -332,6 +336,10 @@ def _follow(endpoints: Endpoints, interval_s: float, before: Reading) -> Iterato
         before = now
 
 
+def _is_of_triton(page: Page) -> bool:
+    return any(sample.name.startswith("nv_") for sample in page.samples)
+
+
 def _page(address: str, troubles: list[str]) -> Page | None:
     try:
         return Page(time.monotonic(), metrics.scrape(address))
@@ -343,7 +351,7 @@ def _page(address: str, troubles: list[str]) -> Page | None:
 
 
 def _get(address: str, path: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=HTTP_TIMEOUT_S) as answer:
+    with metrics.DIRECT.open(f"http://{address}{path}", timeout=HTTP_TIMEOUT_S) as answer:
         said: dict[str, Any] = json.load(answer)
     return said
 
