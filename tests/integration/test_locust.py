@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tritonpilot.server import EmbeddedServer
@@ -97,6 +98,7 @@ def test_a_broken_limit_is_named_and_ends_with_code_1(entry: tuple[str, ...], tm
     assert done.returncode == 1, done.stderr
     assert "100 of 100 requests of realtime failed (100.000%), and at most 0.020% may" in done.stderr
     assert any("absent" in error for error in figures(file)["errors"])
+    assert "InferenceServerException()" not in done.stderr, "Locust's own table says why"
 
 
 def test_rows_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -104,3 +106,35 @@ def test_rows_that_are_missing_are_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "The rows to send cannot be read" in done.stderr
     assert "absent.npz" in done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["cut.npz", "empty.npz", "one.npy", "nothing.npz", "no_rows.npz", "times.npz"])
+def test_files_without_rows_are_named(wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / wrong
+    if wrong == "one.npy":
+        np.save(file, np.zeros((3, 2)))
+    elif wrong == "empty.npz":
+        file.touch()
+    else:
+        arrays = {
+            "nothing.npz": {},
+            "no_rows.npz": {"INPUT": np.zeros((0, 2))},
+            "times.npz": {"AT": np.zeros(3, "M8[s]")},
+        }
+        np.savez(file, **arrays.get(wrong, {"INPUT": np.zeros((3, 2))}))
+    if wrong == "cut.npz":
+        file.write_bytes(file.read_bytes()[:-100])
+    done = locust("--samples", str(file))
+    assert done.returncode == 2
+    assert "The rows to send cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--figures", "--html"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_test(option: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", INPUT=np.zeros((3, 2)))
+    for file, said in ((tmp_path / "absent" / "x", "does not exist"), (tmp_path, "is a folder")):
+        done = locust("--samples", str(tmp_path / "rows.npz"), option, str(file))
+        assert done.returncode == 2
+        assert f"{option}: " in done.stderr
+        assert said in done.stderr
