@@ -10,6 +10,17 @@
 # Other users cannot enter the folder (mode 0700). The files in it can be read by all (0644), because Docker mounts them with
 # their owner and mode, and containers' users are not the one who calls this.
 set -eu
+if [ -n "${TRITONPILOT_CONTROL_KEY:-}" ]; then
+    case $TRITONPILOT_CONTROL_KEY in
+    *[!A-Za-z0-9._~+/-]*) usable=no ;;
+    *) usable=yes ;;
+    esac
+    if [ "$usable" = no ] || [ "${#TRITONPILOT_CONTROL_KEY}" -lt 16 ] || [ "${#TRITONPILOT_CONTROL_KEY}" -gt 256 ]; then
+        echo "secrets.sh: TRITONPILOT_CONTROL_KEY is no usable key: 16 to 256 letters, digits or . _ ~ + / - are needed. \
+Nothing was made. Unset it, and a key is made." >&2
+        exit 1
+    fi
+fi
 folder=${1:-$(dirname "$0")/../secrets}
 umask 077
 mkdir -p "$folder"

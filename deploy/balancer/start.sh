@@ -14,14 +14,20 @@ refuse() {
 
 for variable in BALANCER_HTTP_A BALANCER_GRPC_A BALANCER_HTTP_B BALANCER_GRPC_B; do
     eval "server=\${$variable:-}"
-    case $server in
-    *:[0-9]*) ;; # without a port haproxy would take the one that the caller has used
-    *) refuse "$variable is '$server', but must be host:port of a Triton or an entry." "As triton:8000." ;;
+    case ${server##*:} in
+    "$server" | '' | *[!0-9]*) # without a port haproxy would take the one that the caller has used
+        refuse "$variable is '$server', but must be host:port of a Triton or an entry." "As triton:8000." ;;
+    esac
+done
+for variable in BALANCER_MAX_REQUEST_BYTES BALANCER_MAX_REFUSALS; do
+    eval "number=\${$variable:-}"
+    case $number in
+    *[!0-9]*) refuse "$variable is '$number', but must be a whole number." "Give digits only, or unset the variable." ;;
     esac
 done
 for variable in BALANCER_TLS_CERT BALANCER_CLIENT_CA BALANCER_CLIENT_CRL BALANCER_PROBE_KEY_FILE; do
     eval "file=\${$variable:-}"
-    [ -z "$file" ] || [ -f "$file" ] || refuse "$variable is $file, which is no file." "Name a PEM file, or unset the variable."
+    [ -z "$file" ] || [ -f "$file" ] || refuse "$variable is $file, which is no file." "Name a file that is there, or unset the variable."
     [ -z "$file" ] || [ -r "$file" ] || refuse "$variable is $file, which user $(id -u) cannot read." "Change its mode or owner."
     case $file in
     *[[:space:]]*) refuse "$variable is '$file', which has a space in it." "Rename the file." ;;

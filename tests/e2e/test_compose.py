@@ -171,6 +171,18 @@ def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
     assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == made
 
 
+def test_a_control_key_that_triton_would_refuse_is_not_written(tmp_path: Path) -> None:
+    for key in ("short", "with spaces, which end a header"):
+        done = subprocess.run(
+            [DEPLOY / "secrets.sh", tmp_path / "secrets"],
+            env={**os.environ, "TRITONPILOT_CONTROL_KEY": key}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert "no usable key" in done.stderr
+        assert key not in done.stderr
+        assert not (tmp_path / "secrets").exists()
+
+
 def test_triton_controls_models_explicitly_and_reads_the_repository_only(services: dict[str, dict[str, Any]]) -> None:
     triton = services["triton"]
 

@@ -263,6 +263,9 @@ def test_with_a_client_ca_it_lets_in_only_whom_that_ca_has_signed_and_not_revoke
         ({"BALANCER_PROBE_MODEL": "ctr"}, "BALANCER_PROBE_BODY is not"),
         ({"BALANCER_GRPC_B": ""}, "BALANCER_GRPC_B is '', but must be host:port"),
         ({"BALANCER_HTTP_A": "127.0.0.1"}, "BALANCER_HTTP_A is '127.0.0.1', but must be host:port"),
+        ({"BALANCER_GRPC_B": "127.0.0.1:80x"}, "BALANCER_GRPC_B is '127.0.0.1:80x', but must be host:port"),
+        ({"BALANCER_MAX_REQUEST_BYTES": "-1"}, "BALANCER_MAX_REQUEST_BYTES is '-1', but must be a whole number"),
+        ({"BALANCER_MAX_REFUSALS": "many"}, "BALANCER_MAX_REFUSALS is 'many', but must be a whole number"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
