@@ -352,6 +352,13 @@ def test_what_can_be_known_before_is_said_before(identity_repository: Path, tmp_
     (tmp_path / "empty" / ".hidden" / "1").mkdir(parents=True)
     with pytest.raises(RepositoryError, match="holds no model"):
         EmbeddedServer(tmp_path / "empty").start()
+    (tmp_path / "cloned" / "ctr").mkdir(parents=True)
+    (tmp_path / "cloned" / "ctr" / "config.pbtxt").write_text('backend: "python"')
+    for models in (None, ["ctr"]):
+        with pytest.raises(
+            RepositoryError, match=r"no version folder for ctr\. Nothing was started\. .*build --prepare"
+        ):
+            EmbeddedServer(tmp_path / "cloned", models=models).start()
     with pytest.raises(HostError, match="pinned to the CPUs 9999"):
         EmbeddedServer(identity_repository, cpus=[9999]).start()
     with pytest.raises(HostError, match="log file .* cannot be written"):

@@ -34,7 +34,7 @@ from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
 from tritonpilot.model_config import COMPANION
 from tritonpilot.ports import choose_ports, port_taken
-from tritonpilot.repository import backend, called, models
+from tritonpilot.repository import backend, called, models, versions
 from tritonpilot.server_log import ServerLog
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
@@ -326,13 +326,26 @@ class EmbeddedServer:
                 "Nothing was started. Make one: tritonpilot build"
             )
         if self._all_models:
+            self._check_built(present)
             return tuple(present)
         if absent := [name for name in self.models if name not in present]:
             raise RepositoryError(
                 f"The model repository {self.repository} has no {', '.join(absent)}. Nothing was started. "
                 f"It has: {', '.join(present)}."
             )
-        return tuple(dict.fromkeys(name for model in self.models for name in (*called(self.repository, model), model)))
+        chosen = tuple(
+            dict.fromkeys(name for model in self.models for name in (*called(self.repository, model), model))
+        )
+        self._check_built([name for name in chosen if name in present])
+        return chosen
+
+    def _check_built(self, names: Sequence[str]) -> None:
+        """A fresh clone holds configs alone; Triton would say so in a page of words about version policies."""
+        if unbuilt := [name for name in names if not versions(self.repository, name)]:
+            raise RepositoryError(
+                f"The model repository {self.repository} holds a config.pbtxt but no version folder for {', '.join(unbuilt)}. "
+                "Nothing was started. Build them: tritonpilot build --prepare"
+            )
 
     def _with_companion_if_needed(self, installation: Installation) -> tuple[str, ...]:
         """The models to load, without the companion when it was not asked for and every model here wakes its own queue."""
