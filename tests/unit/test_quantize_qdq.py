@@ -259,6 +259,30 @@ def test_nodes_without_names_get_them(tmp_path: Path) -> None:
     assert qdq.quantizable_nodes(model) == [Node("Gemm/h", "Gemm"), Node("Gemm/y", "Gemm")]
 
 
+@pytest.mark.parametrize(("channels", "groups", "excluded"), [(3, 1, {"conv"}), (4, 1, set()), (8, 8, set())])
+def test_convolutions_over_few_channels_stay_fp32(
+    channels: int, groups: int, excluded: set[str], tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    weights = {
+        "w": random.normal(size=(8, channels // groups, 3, 3)).astype(np.float32),
+        "v": random.normal(size=(8, 8, 1, 1)).astype(np.float32),
+    }
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Conv", ["x", "w"], ["h"], "conv", group=groups),
+            onnx.helper.make_node("Conv", ["h", "v"], ["y"], "after"),
+        ],
+        "two",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", channels, 8, 8])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["batch", 8, 6, 6])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), str(tmp_path / "m.onnx"))
+
+    assert QdqOptions.for_cpu(tmp_path / "m.onnx").exclude == excluded
+
+
 def _dense_model(path: Path, opset: int = 18) -> Path:
     """Two layers with a Relu between them; random weights."""
     random = np.random.default_rng(7)

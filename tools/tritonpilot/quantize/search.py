@@ -314,7 +314,7 @@ class _Search:
         count = min(max(1, least_excluded(order, noise_without, most)), len(order) - 1)
         found: list[Candidate] = []
         while 0 < count < len(order) and self.written < self.budget.models:
-            options = dataclasses.replace(recipe.options, exclude=frozenset(order[:count]))
+            options = dataclasses.replace(recipe.options, exclude=recipe.options.exclude | frozenset(order[:count]))
             found.append(self.judged(f"{name}, {count} in FP32", dataclasses.replace(recipe, options=options)))
             if found[-1].is_accurate:
                 break
