@@ -146,6 +146,24 @@ def test_preparing_twice_changes_nothing(risk: Path, tmp_path: Path) -> None:
     assert (tmp_path / "once.onnx").read_bytes() == (tmp_path / "twice.onnx").read_bytes()
 
 
+def test_what_onnx_runtime_leaves_in_the_working_directory_goes(
+    risk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = qdq.quant_pre_process
+
+    def littering(source: str, folded: str, **how: Any) -> None:
+        Path("sym_shape_infer_temp.onnx").touch()
+        real(source, folded, **how)
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(qdq, "quant_pre_process", littering)
+    qdq.prepare(risk, Path("..", "prepared.onnx"))
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["work", "prepared.onnx"]
+    assert Path.cwd() == tmp_path / "work"
+
+
 def test_progress_is_told_and_ends(risk: Path, risk_rows: Rows, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     options = QdqOptions(smooth=0.5, bias_correction=True, batch=30)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -240,10 +241,10 @@ def _prepare(model: Path, output: Path, progress: Progress | None) -> None:
         )
     graph = _upgraded(model, graph, progress)
     _tell(progress, "folding constants", 0, 1)
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=output.parent.resolve()) as folder:
         source, folded = Path(folder) / "source.onnx", Path(folder) / "folded.onnx"
         onnx.save(graph, str(source))
-        with quiet():
+        with quiet(), _inside(Path(folder)):
             try:
                 quant_pre_process(str(source), str(folded))
             except Exception:  # noqa: BLE001 - symbolic shapes fail in many ways, and are needed for shapes alone
@@ -254,6 +255,17 @@ def _prepare(model: Path, output: Path, progress: Progress | None) -> None:
     entry.key, entry.value = _PREPARED, "1"
     onnx.save(graph, str(output))
     _tell(progress, "folding constants", 1, 1)
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """With `folder` as the working directory, in which ONNX Runtime leaves files when it cannot tell all symbolic shapes."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _upgraded(model: Path, graph: onnx.ModelProto, progress: Progress | None) -> onnx.ModelProto:
