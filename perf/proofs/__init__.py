@@ -125,7 +125,6 @@ OPEN = {
     "int8_ocr": "its full run is to come",
     "compensation_text": "its full run is to come",
     "int8_served": "its full run is to come",
-    "compose_e2e": "its full run is to come",
     "alerts": "its full run is to come",
     "locust_constant": "its full run is to come",
     "locust_burst": "its full run is to come",
