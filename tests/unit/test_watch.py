@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
+from typer.testing import CliRunner
 
 from tritonpilot import watch
-from tritonpilot.errors import HostError, PortError, SpecError
+from tritonpilot.cli import app
+from tritonpilot.errors import HostError, PortError, RepositoryError, SpecError
 from tritonpilot.watch import ModelReport, Report, Settings, WatchMetrics
 
 WELL = ModelReport("m", "1", "READY", "ok", 0.25, True)
@@ -116,3 +118,9 @@ def test_what_cannot_work_is_refused(free_port: int) -> None:
 
 def test_the_key_is_in_no_log() -> None:
     assert "0123456789abcdef" not in repr(Settings(key="0123456789abcdef"))
+
+
+def test_a_repository_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["watch", "--once", "--repository", str(tmp_path / "absent")])
+    assert isinstance(done.exception, RepositoryError)
+    assert "There is no model repository at" in str(done.exception)

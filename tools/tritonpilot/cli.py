@@ -27,7 +27,7 @@ from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
 from tritonpilot.entry import tenants as tenant_keys
-from tritonpilot.errors import PilotError, ServerError, SpecError
+from tritonpilot.errors import PilotError, RepositoryError, ServerError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.model_config import Target
 from tritonpilot.pipeline import parts
@@ -256,6 +256,13 @@ def watch(
     """Ask every loaded model for a real inference every few seconds, and tell Prometheus (docs/metrics.md)."""
     from tritonpilot import watch as watching
 
+    if (
+        repository != REPOSITORY and not repository.is_dir()
+    ):  # without one models get zeros: nobody asks for that by a typo
+        raise RepositoryError(
+            f"There is no model repository at {repository}. Nothing was started. Name the one that Triton serves, or leave "
+            "--repository out: models are asked with zeros then."
+        )
     settings = watching.Settings(
         triton_grpc,
         repository if repository.is_dir() else None,
