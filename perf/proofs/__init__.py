@@ -123,9 +123,7 @@ OPEN = {
     "waker_cost": "2.2 % at saturation before the waker had a budget of wakes; the full run with it is to come",
     "int8_image": "its full run is to come",
     "int8_ocr": "its full run is to come",
-    "compensation_text": "its full run is to come",
     "int8_served": "its full run is to come",
-    "alerts": "its full run is to come",
     "locust_constant": "its full run is to come",
     "locust_burst": "its full run is to come",
 }
