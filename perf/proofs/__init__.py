@@ -95,8 +95,8 @@ CLAIMS = {
               "within 1 %, mean cosine 0.99", needs_quiet=True),
         Claim("int8_risk", int8.int8_risk, "relative AUC loss", Bar("<", 0.002), "loss of the INT8 credit network, test split"),
         Claim("int8_ocr", int8.int8_ocr, "of lines", Bar(">=", 1), "known lines that OCR with INT8 networks reads as with FP32"),
-        Claim("compensation_text", int8.compensation_text, "mean cosine", Bar(">=", 0.99), "answers of the INT8 MiniLM that the search "
-              "finds by itself, against FP32"),
+        Claim("compensation_text", int8.compensation_text, "mean cosine", Bar(">=", 0.99), "answers of the INT8 MiniLM that the "
+              "search finds by itself, against FP32"),
         Claim("coverage_refusal", int8.coverage_refusal, "of one-sided sets", Bar(">=", 1), "calibration sets of one hour, grade "
               "or state that are refused, with the features named; covering sets pass"),
         Claim("int8_served", int8.int8_served, "of FP32", Bar(">=", 1.5), "answers per second within the SLO of the INT8 image "
