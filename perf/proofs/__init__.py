@@ -120,7 +120,6 @@ CLAIMS = {
 
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
-    "waker_cost": "2.2 % at saturation before the waker had a budget of wakes; the full run with it is to come",
     "int8_image": "its full run is to come",
     "int8_ocr": "its full run is to come",
     "int8_served": "its full run is to come",
