@@ -256,9 +256,7 @@ def watch(
     """Ask every loaded model for a real inference every few seconds, and tell Prometheus (docs/metrics.md)."""
     from tritonpilot import watch as watching
 
-    if (
-        repository != REPOSITORY and not repository.is_dir()
-    ):  # without one models get zeros: nobody asks for that by a typo
+    if repository != REPOSITORY and not repository.is_dir():  # a typo: models would get zeros
         raise RepositoryError(
             f"There is no model repository at {repository}. Nothing was started. Name the one that Triton serves, or leave "
             "--repository out: models are asked with zeros then."
