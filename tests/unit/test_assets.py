@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,16 @@ def test_damaged_samples_are_refused_whatever_numpy_meets(tmp_path: Path) -> Non
         refused.append(refusal(samples.read, path))
     assert sum(map(bool, refused)) > len(refused) / 4
     assert not [said for said in refused if INSIDE in said or (said and not said.isprintable())]
+
+
+def test_samples_with_a_file_among_the_arrays_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.npz"
+    np.savez(path, x=np.ones((3, 2)))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("readme.txt", INSIDE)
+    said = refusal(samples.read, path)
+    assert "holds a file that is no array" in said
+    assert INSIDE not in said
 
 
 def test_damaged_bytes_in_an_onnx_file_are_refused_or_harmless(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_missing_and_damaged_files_say_what_to_do(tmp_path: Path) -> None:
         read(path, CTR)
     with pytest.raises(ModelError, match=r"not as object arrays"):
         read(saved(tmp_path, arrays(label=np.array(["a"] * 7, object))), CTR)
+    with zipfile.ZipFile(saved(tmp_path, arrays()), "a") as archive:
+        archive.writestr("readme.txt", "not an array")
+    with pytest.raises(ModelError, match=r"readme\.txt in it is no array"):
+        read(path, CTR)
+    with path.open("wb") as file:  # one array, as np.save writes it
+        np.save(file, arrays()["dense"])
+    with pytest.raises(ModelError, match=r"not an \.npz archive"):
+        read(path, CTR)
 
 
 def test_what_is_written_is_read_again_and_is_the_same_each_time(tmp_path: Path) -> None:

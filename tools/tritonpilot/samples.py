@@ -43,6 +43,8 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
+        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise ValueError("it holds a file that is no array")
     except FileNotFoundError as error:
         raise ModelError(
             f"The samples {path} do not exist. Nothing was changed. Make them (for the examples: "

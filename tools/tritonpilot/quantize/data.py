@@ -16,8 +16,6 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,12 +145,14 @@ def _load(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
+        if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+            raise ValueError(f"{foreign[0]} in it is no array")
     except FileNotFoundError as error:
         raise ModelError(
             f"The rows {path} do not exist. Nothing was changed. Make them (for the examples: `python "
             "models/<service>/evaluation.py`) or correct the path in the service file."
         ) from error
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # what numpy, zipfile and its decompressors meet in a damaged file is of any type
         raise ModelError(
             f"{path} is not an .npz archive of plain arrays: {error}. Nothing was changed. Make it again "
             "(strings: not as object arrays, but as `array.astype(str)`)."

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpilot.errors import MeasurementError, ModelError, SpecError
+from tritonpilot.errors import HostError, MeasurementError, ModelError, SpecError
 from tritonpilot.onnx_model import read_signature
 from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, search
 from tritonpilot.quantize.manifest import Cache, Manifest
@@ -176,15 +176,21 @@ def _candidate(result: search.Result, candidate: search.Candidate) -> dict[str, 
 
 def _publish(result: search.Result, history: Manifest, output: Path) -> None:
     """Put model, manifest and pictures in place, each whole; the model last, for it is what others read."""
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        aside = Path(folder, output.name)
-        shutil.copyfile(result.chosen.path, aside)
-        written = [manifest.write(aside, history)]
-        for draw, suffix in ((plots.png, ".png"), (plots.html, ".html")):
-            written.append(aside.with_suffix(suffix))
-            draw(result, written[-1])
-        for file in (*written, aside):
-            os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+            aside = Path(folder, output.name)
+            shutil.copyfile(result.chosen.path, aside)
+            written = [manifest.write(aside, history)]
+            for draw, suffix in ((plots.png, ".png"), (plots.html, ".html")):
+                written.append(aside.with_suffix(suffix))
+                draw(result, written[-1])
+            for file in (*written, aside):
+                os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
+    except OSError as error:
+        raise HostError(
+            f"{output} cannot be written: {error}. An older one there is as it was. Make room, or give yourself permission to "
+            "write there, and start this again; finished steps are not repeated."
+        ) from error
 
 
 def _plain(value: Any) -> Any:
