@@ -102,9 +102,8 @@ class Waker:
 
     `send` sends one wake and returns its connection without waiting; `read` takes the answer from a connection that has
     become readable, and closes or keeps it. Both may raise OSError. `rest` closes what is kept, soon after the last wake.
-    `count` gets the number of wakes sent, at most once a second
-    (the last second's come with the next wake); `complain` a line when wakes keep failing. All are called on the waker's
-    thread. Executions of nothing but wakes are not counted by `began` and `ended`.
+    `count` gets the number of wakes sent, at most once a second, and all of them a second after the last one; `complain` a line
+    when wakes keep failing. All are called on the waker's thread. Executions of nothing but wakes are not counted.
     """
 
     def __init__(
@@ -163,9 +162,11 @@ class Waker:
         handled = 0  # executions after which the model has been woken
         is_resting = True
         while not self._is_stopping:
-            if not self._alarm.wait(None if is_resting else REST_AFTER_S):
-                self._give_back()
+            if not self._alarm.wait(self._until_next(is_resting)):
+                if not is_resting:
+                    self._give_back()
                 is_resting = True
+                self._tell_count()
                 continue
             seen = self._begun
             # It can ring while the next execution begins.
@@ -178,6 +179,12 @@ class Waker:
                 if not self._wake(seen) and self._is_idle(seen) and not self._is_stopping:
                     self._wake(seen)
         self._give_back()
+
+    def _until_next(self, is_resting: bool) -> float | None:
+        """How long the alarm may be silent before there is something to do; None: for ever."""
+        if not is_resting:
+            return REST_AFTER_S
+        return max(0.0, self._count_at - time.monotonic()) if self._uncounted and self._count is not None else None
 
     def _is_idle(self, seen: int) -> bool:
         """Whether no execution has begun since the one numbered `seen` ended."""
@@ -239,8 +246,11 @@ class Waker:
         """Count one wake; told at most once a second, because a custom metric costs as much as the wake itself."""
         self._uncounted += 1
         self._budget = max(0.0, self._budget - 1)
+        self._tell_count()
+
+    def _tell_count(self) -> None:
         now = time.monotonic()
-        if self._count is not None and now >= self._count_at:
+        if self._count is not None and self._uncounted and now >= self._count_at:
             self._count(self._uncounted)
             self._uncounted, self._count_at = 0, now + COUNT_EVERY_S
 

@@ -198,6 +198,10 @@ def test_wakes_are_counted(start: Start) -> None:
     waker, server = start(EXPIRED, count=counted.append)
     execute(waker)
     wait_for(lambda: sum(counted) == 1 == server.wakes)
+    for before in (1, 2):
+        execute(waker)
+        wait_for(lambda before=before: server.wakes > before)
+    wait_for(lambda: counted == [1, 2])  # a second later, with no wake to come
 
 
 def test_stop_ends_the_thread_while_wakes_are_stuck(start: Start) -> None:

@@ -456,7 +456,7 @@ def measure(
     if as_json:
         print(to_json(points))
     else:
-        rich.print(table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request"))
+        _show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
 
 
 @app.command(epilog="Example: tritonpilot top --entry 127.0.0.1:8102; tritonpilot top --once --json")
@@ -523,7 +523,8 @@ def demo(models: Models = MODELS, repository: Repository = REPOSITORY, as_json: 
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        rich.print(table(result.points, title=f"{demonstration.MEASURED}, 1 row per request, perf_analyzer over gRPC"))
+        title = f"{demonstration.MEASURED}, 1 row per request, perf_analyzer over gRPC"
+        _show(lambda _: [table(result.points, title=title)])
         print(f"Done in {result.seconds:.0f} s. Next, leave a server running and call it with any Triton client:")
         print(f"  {sys.argv[0]} serve")
 
