@@ -94,7 +94,7 @@ CLAIMS = {
         Claim("int8_text", int8.int8_text, "of FP32", Bar(">=", 1.5), "rows per CPU second of the INT8 text network; Pearson loss "
               "within 1 %, mean cosine 0.99", needs_quiet=True),
         Claim("int8_risk", int8.int8_risk, "relative AUC loss", Bar("<", 0.002), "loss of the INT8 credit network, test split"),
-        Claim("int8_ocr", int8.int8_ocr, "of lines", Bar(">=", 1), "known lines that OCR reads as before with the networks that were chosen"),
+        Claim("int8_ocr", int8.int8_ocr, "of lines", Bar(">=", 1), "known lines that OCR reads as before with the chosen networks"),
         Claim("compensation_text", int8.compensation_text, "mean cosine", Bar(">=", 0.99), "answers of the INT8 MiniLM that the "
               "search finds by itself, against FP32"),
         Claim("coverage_refusal", int8.coverage_refusal, "of one-sided sets", Bar(">=", 1), "calibration sets of one hour, grade "
