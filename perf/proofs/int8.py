@@ -215,7 +215,9 @@ def _details(outcome: run.Outcome) -> dict[str, Any]:
         "agreement": None if gate is None else gate["agreement"],
         "batch_mates_max_difference": outcome.figures.get("batch_mates_max_difference"),
         "candidates": outcome.figures["candidates"],
-        "coverage": {key: value for key, value in outcome.figures["coverage"].items() if key != "uncovered"},
+        "coverage": {
+            key: value for key, value in outcome.figures["coverage"].items() if key not in ("uncovered", "by_feature")
+        },
     }
 
 

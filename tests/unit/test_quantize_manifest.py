@@ -149,3 +149,10 @@ def test_versions_name_what_the_result_depends_on() -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+def test_a_cached_file_that_was_damaged_is_made_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    path = cache.get_or_make("key", lambda path: _write(path, "whole"))
+    path.write_text("who")
+    assert cache.get_or_make("key", lambda path: _write(path, "whole")).read_text() == "whole"

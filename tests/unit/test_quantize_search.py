@@ -211,6 +211,51 @@ def test_outliers_apart_make_the_model_accurate_by_itself(model: Path, rows: Row
     ]
 
 
+def test_an_output_beside_the_judged_one_counts_too(rows: Rows, tmp_path: Path) -> None:
+    """The second output sums over an input whose range is a million times that of the others: INT8 has nothing left of it."""
+    random = np.random.default_rng(2)
+    weights = {
+        "up": random.normal(size=(WIDTH, WIDTH)).astype(np.float32),
+        "large": np.array([1e6] + [1] * (WIDTH - 1), np.float32),
+        "other": np.vstack([np.zeros((1, 8)), random.normal(size=(WIDTH - 1, 8))]).astype(np.float32),
+    }
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "up"], ["y"], "judged"),
+            helper.make_node("Mul", ["x", "large"], ["scaled"], "scale"),
+            helper.make_node("MatMul", ["scaled", "other"], ["z"], "beside"),
+        ],
+        "two",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])],
+        [
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", WIDTH]),
+            helper.make_tensor_value_info("z", TensorProto.FLOAT, ["batch", 8]),
+        ],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), str(tmp_path / "two.onnx"))
+
+    budget = Budget(rows=40, batch_sizes=(4,), seconds=0.01, models=2)
+    found = compensate(tmp_path / "two.onnx", rows, rows, "agreement", Target(0.5, 0.9), budget, store=Kept(tmp_path))
+
+    plain = next(each for each in found.candidates if each.name == "INT8")
+    assert plain.verdict is not None
+    assert plain.verdict.passed
+    assert plain.beside > 0.5
+    assert not plain.is_accurate
+
+
+def test_an_int8_that_is_slower_at_one_batch_size_is_not_chosen() -> None:
+    found = [FP32, int8("a", 0.01)]
+    speeds = [
+        Speed(name, batch, rate, rate, 1, 0, (rate,))
+        for name, batch, rate in (("FP32", 1, 100.0), ("a", 1, 88.0), ("FP32", 64, 100.0), ("a", 64, 320.0))
+    ]
+    chosen, reason = choose(found, Comparison(tuple(speeds), threads=1), Target())
+    assert chosen is FP32
+    assert "0.88 at batch 1" in reason
+
+
 def test_an_accurate_model_is_not_searched_further(model: Path, rows: Rows, tmp_path: Path) -> None:
     budget = Budget(batch_sizes=(4,), seconds=0.01)
     found = compensate(model, rows, rows, "agreement", Target(0.5, 0.9), budget, store=Kept(tmp_path))

@@ -23,6 +23,7 @@ from tritonpilot.errors import DriftError, ModelError, SpecError
 from tritonpilot.model_config import Target
 from tritonpilot.onnx_model import Signature, external_files, read_signature
 from tritonpilot.pipeline import parts, step_model
+from tritonpilot.quantize.manifest import ensure_of
 from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, versions
 from tritonpilot.repository import models as repository_models
 from tritonpilot.spec import INT8_SUFFIX, SERVICE_FILE, Service, SpecificVersions, load_services
@@ -205,11 +206,15 @@ def _plan_model(service: Service, target: Target) -> Plan:
             raise ModelError(
                 f"{service.path}: the model file {path} does not exist. Nothing was changed. "
                 + (
-                    f"Make it: `tritonpilot quantize {service.service.removesuffix('_int8')}`."
+                    f"Make it: `tritonpilot quantize {service.service.removesuffix('_int8')}`. Where that says that FP32 "
+                    "stays, take `publish` out of the service file."
                     if path.name.endswith(INT8_SUFFIX)
                     else _how_to_prepare(service, "Put it there or correct model.file.")
                 )
             )
+    for path in files.values():
+        if path.name.endswith(INT8_SUFFIX):
+            ensure_of(path, path.with_name(path.name.removesuffix(INT8_SUFFIX) + ".onnx"))
     own = {name: path for name, path in files.items() if path.suffix != ".onnx"}  # which is read as a whole
     backends.check_files(model.backend, model_config.parameters(service), own)
     signature = _signature(service, target, files)

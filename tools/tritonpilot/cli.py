@@ -319,7 +319,7 @@ def check_tenants(file: Annotated[Path, typer.Argument(help="Tenants file.")]) -
 def quantize(
     name: Annotated[str, typer.Argument(help="Service, or one model of a pipeline (text_net).", metavar="NAME")],
     only: Annotated[
-        str, typer.Option(help="Choose calibration rows from one slice alone, e.g. term=36.", metavar="SLICE=VALUE")
+        str, typer.Option(help="Choose calibration rows from one slice alone, e.g. grade=B.", metavar="SLICE=VALUE")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Go on with rows that do not cover production.")] = False,
     seed: Annotated[int, typer.Option(help="Of the choice of rows.", min=0)] = 0,
@@ -336,31 +336,39 @@ def quantize(
     if only and not (slice_name and value):
         raise typer.BadParameter(f"{only!r} is not SLICE=VALUE", param_hint="--only")
     found = []
-    for part in _quantised_parts(spec.load_services(models), name):
-        wanted = part.model.quantize if part.model is not None else None
-        if wanted is not None and wanted.prepare is not None:
-            files = [part.folder / wanted.calibration, part.folder / wanted.evaluation]
-            building.run_script(part.folder / wanted.prepare, files, _narrate)
-        found.append(
-            quantizing.quantize(
-                part,
-                _narrate,
-                only=(slice_name, value) if only else None,
-                is_forced=force,
-                seed=seed,
-                seconds=seconds,
+    failed: PilotError | None = None
+    parts_of_it = _quantised_parts(spec.load_services(models), name)
+    for part in parts_of_it:
+        try:
+            wanted = part.model.quantize if part.model is not None else None
+            if wanted is not None and wanted.prepare is not None:
+                files = [part.folder / wanted.calibration, part.folder / wanted.evaluation]
+                building.run_script(part.folder / wanted.prepare, files, _narrate)
+            found.append(
+                quantizing.quantize(
+                    part,
+                    _narrate,
+                    only=(slice_name, value) if only else None,
+                    is_forced=force,
+                    seed=seed,
+                    seconds=seconds,
+                )
             )
-        )
+        except PilotError as error:  # the other models of a pipeline are not to blame
+            failed = error
+            if len(parts_of_it) > 1:
+                _narrate(f"{part.service}: {error}")
     if as_json:
         shown = [{"model": each.model, "file": str(each.path) if each.path else None, **each.figures} for each in found]
         print(json.dumps(shown, indent=2))
-        return
-    for each in found:
+    for each in found if not as_json else []:
         print(f"{each.model}: {each.reason}")
         if each.path is not None:
             print(
                 f"  {each.path}, its manifest {each.path.with_suffix('.json').name} and {each.path.with_suffix('.html').name}"
             )
+    if failed is not None:
+        raise failed
 
 
 @app.command(epilog="Example: tritonpilot engine ctr --precision fp16")

@@ -123,6 +123,10 @@ class CoverageReport:
             "largest_psi": max((feature.psi for feature in self.features), default=0.0),
             "largest_ks": max((feature.ks for feature in self.features if feature.ks is not None), default=0.0),
             "uncovered": [str(entry) for entry in self.verdict(threshold)],
+            "by_feature": {
+                feature.name: {"inside": feature.inside, "psi": feature.psi, "ks": feature.ks}
+                for feature in self.features
+            },
         }
 
 

@@ -78,6 +78,15 @@ def read(model: Path) -> Manifest:
     return manifest
 
 
+def ensure_of(model: Path, source: Path) -> None:
+    """Raise ModelError unless the manifest beside `model` says that this very file was made of `source` as it is now."""
+    if read(model).model_sha256 != hash_file(source):
+        raise ModelError(
+            f"{model} was made of another {source.name} than the one beside it, and proved against that. Nothing was changed. "
+            "Quantise it again."
+        )
+
+
 def hash_file(path: Path) -> str:
     """SHA-256 of a file; of an ONNX model with external weights, of its external files too. Raises ModelError if one is missing."""
     digest = hashlib.sha256()
@@ -140,12 +149,28 @@ class Cache:
     def get_or_make(self, key: str, make: Callable[[Path], None], suffix: str = "") -> Path:
         """The file of `key`; when there is none, `make(path)` writes it aside and it is renamed into place.
 
-        Raises HostError when the folder cannot be written; what `make` raises passes through, and leaves no file.
+        A file that is not as it was written is made again. Raises HostError when the folder cannot be written; what `make` raises
+        passes through, and leaves no file.
         """
         path = self.folder / f"{key}{suffix}"
-        if not path.is_file():
+        stated = path.with_name(f"{path.name}.sha256")
+        if not (path.is_file() and stated.is_file() and stated.read_bytes() == _digest(path)):
             _write_aside(path, make)
+            digest = _digest(path)
+            _write_aside(stated, lambda aside: _write_bytes(aside, digest))
         return path
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest().encode()
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -27,6 +27,7 @@ from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, sear
 from tritonpilot.quantize.manifest import Cache, Manifest
 from tritonpilot.spec import Service, int8_file
 
+LEAST_EVALUATION = 30  # rows; of fewer an interval says nothing
 MATES_WITHIN = 1e-5  # static INT8 answers the same whatever its batch-mates; floats that are left may round
 CACHE = "quantize-cache"
 
@@ -70,6 +71,12 @@ def quantize(
     signature = read_signature(source)
     pool = data.read(part.folder / wanted.calibration, signature)
     evaluation = data.read(part.folder / wanted.evaluation, signature)
+    if evaluation.count < LEAST_EVALUATION:
+        raise ModelError(
+            f"{part.folder / wanted.evaluation} has {evaluation.count} rows, of which nobody can tell what INT8 may lose. Nothing "
+            f"was changed. Give {LEAST_EVALUATION} or more; some hundreds make the interval of the loss narrow."
+        )
+    output = part.folder / int8_file(model.file)
     places = np.arange(pool.count) if only is None else _slice(pool, only)
     count = wanted.samples if only is None else min(wanted.samples, len(places))
     indices = places[coverage.choose(pool.take(places), count, seed)]
@@ -95,18 +102,20 @@ def quantize(
     )
     figures = _figures(result, covered)
     if result.chosen.recipe is None:
+        fate = _withdrawn(output) + (
+            " Take `publish` out of the service file, for there is no INT8 file to serve." if wanted.publish else ""
+        )
         if not any(each.is_accurate for each in result.candidates[1:]):
             raise MeasurementError(
-                f"{part.service}: no INT8 model is accurate enough: {result.reason}. Nothing was written, FP32 stays."
+                f"{part.service}: no INT8 model is accurate enough: {result.reason}. Nothing was written, FP32 stays.{fate}"
             )
-        return Outcome(part.service, None, result.reason, figures, _accurate(result))
+        return Outcome(part.service, None, result.reason + fate, figures, _accurate(result))
     apart = accuracy.check_batch_mates(result.chosen.path, evaluation)
     if apart > MATES_WITHIN:
         raise ModelError(
             f"{part.service}: answers of the INT8 model differ by {apart:.2g} with their batch-mates. Nothing was written."
         )
     figures["batch_mates_max_difference"] = apart
-    output = part.folder / int8_file(model.file)
     history = Manifest(
         method=result.chosen.recipe.options.method,
         options=_plain(dataclasses.asdict(result.chosen.recipe)),
@@ -130,6 +139,20 @@ def quantize(
 
 def _accurate(result: search.Result) -> Path:
     return max((each for each in result.candidates[1:] if each.is_accurate), key=result.gain).path
+
+
+def _withdrawn(output: Path) -> str:
+    """Remove an INT8 file of an earlier run, which no longer has a proof, and say so; empty when there is none."""
+    if not output.is_file():
+        return ""
+    try:
+        for file in (output, manifest.path_beside(output), output.with_suffix(".png"), output.with_suffix(".html")):
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise HostError(
+            f"{output} of an earlier run has lost its proof, and cannot be removed: {error}. Remove it, or it will be served."
+        ) from error
+    return f" {output.name} of an earlier run was removed."
 
 
 def _slice(pool: data.Rows, only: tuple[str, str]) -> NDArray[np.int64]:
