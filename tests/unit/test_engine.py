@@ -27,6 +27,7 @@ from tritonpilot import build, engine, model_config, trtexec
 from tritonpilot.engine import build_engine, parse_gpus, preview
 from tritonpilot.errors import HostError, ModelError, SpecError
 from tritonpilot.onnx_traits import read_traits
+from tritonpilot.quantize import manifest
 from tritonpilot.spec import Service, load_services
 from tritonpilot.trtexec import EngineOptions, Trtexec, decide, find_service, parse_range, parse_trtexec, plan_command
 
@@ -451,6 +452,20 @@ def test_calibration_rows_make_a_cache_that_trtexec_reads(service: Callable[...,
         assert command[5:7] == ["--int8", "--calib=/work/calibration.cache"]
     with pytest.raises(ModelError, match="calibrators are gone"):
         plan_command(made, TRT11, model=Path("/model"), work=Path("/work"))
+
+
+def test_the_rows_that_quantize_chose_are_taken(service: Callable[..., Service], tmp_path: Path) -> None:
+    rows = np.arange(40, dtype=np.float32).reshape(10, 4)
+    archive, model = tmp_path / "calibration.npz", tmp_path / "model.int8.onnx"
+    np.savez(archive, x=rows, **{"columns.x": np.array(["a", "b", "c", "d"])})
+    identity(model)
+    hashes = (manifest.hash_file(model), {"calibration": manifest.hash_file(archive)})
+    manifest.write(model, manifest.Manifest("minmax", {}, (1, 4), "", {}, {}, hashes[0], hashes[1], hashes[0]))
+
+    made = decide(service(), EngineOptions(calibration=archive))
+
+    assert made.calibration is not None
+    assert made.calibration.rows["x"].tolist() == rows[[1, 4]].tolist()
 
 
 @pytest.mark.parametrize(("count", "batch"), [(1, 1), (32, 32), (100, 25), (101, 1), (200, 25), (64, 32)])

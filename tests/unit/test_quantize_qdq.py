@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tritonpilot import build, samples, spec
 from tritonpilot.errors import HostError, ModelError
+from tritonpilot.onnx_traits import read_traits
 from tritonpilot.quantize import qdq
 from tritonpilot.quantize.data import Rows
 from tritonpilot.quantize.qdq import Node, QdqOptions, quantize_static
@@ -275,6 +276,16 @@ def test_nodes_without_names_get_them(tmp_path: Path) -> None:
         node.name = ""
     onnx.save(graph, model)
     assert qdq.quantizable_nodes(model) == [Node("Gemm/h", "Gemm"), Node("Gemm/y", "Gemm")]
+
+
+def test_what_is_made_for_tensorrt_has_nothing_that_it_refuses(ctr: Path, ctr_rows: Rows, tmp_path: Path) -> None:
+    output = tmp_path / "model.onnx"
+    quantize_static(ctr, ctr_rows, output, QdqOptions.for_tensorrt(ctr))
+
+    traits = read_traits(output)
+    assert traits.is_quantized
+    assert traits.obstacles == ()
+    np.testing.assert_allclose(_answer(output, ctr_rows, 64), _answer(ctr, ctr_rows, 64), atol=0.02)
 
 
 @pytest.mark.parametrize(("channels", "groups", "excluded"), [(3, 1, {"conv"}), (4, 1, set()), (8, 8, set())])

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional, cast, get_args
+from typing import Annotated, Any, Literal, NoReturn, Optional, cast, get_args
 
 import rich
 import typer
@@ -326,6 +326,10 @@ def quantize(
     seconds: Annotated[
         float, typer.Option(help="How long each candidate is measured at each batch size.", min=0.1)
     ] = 2.0,
+    runtime: Annotated[
+        Literal["cpu", "tensorrt"],
+        typer.Option(help="Where it is to run: this kind of CPU, or TensorRT (then see `tritonpilot engine`)."),
+    ] = "cpu",
     models: Models = MODELS,
     as_json: Json = False,
 ) -> None:
@@ -352,6 +356,7 @@ def quantize(
                     is_forced=force,
                     seed=seed,
                     seconds=seconds,
+                    runtime=runtime,
                 )
             )
         except PilotError as error:  # the other models of a pipeline are not to blame

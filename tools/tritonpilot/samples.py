@@ -7,7 +7,7 @@ They become warmup data, perf_analyzer's input and the first inference of a star
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ NUMPY_TYPES: Mapping[str, str] = {
 }
 
 
-def read(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a samples file: input name -> [rows, ...].
+def read(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+    """The arrays of a samples file: input name -> [rows, ...]; of `names` alone, where they are given, as far as they are there.
 
     Raises ModelError when the file is missing, damaged, without rows, or its arrays differ in their number of rows.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            arrays = {name: archive[name] for name in archive.files if names is None or name in names}
         if not all(isinstance(array, np.ndarray) for array in arrays.values()):
             raise ValueError("it holds a file that is no array")
     except FileNotFoundError as error:
@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
             "(strings: not as object arrays, but as `array.astype(str)` or `array.astype(bytes)`)."
         ) from error
     rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-    if not rows or 0 in rows.values():
+    if (not rows and names is None) or 0 in rows.values():
         raise ModelError(f"{path} holds no rows. Nothing was changed. Make it again.")
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())

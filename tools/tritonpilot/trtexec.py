@@ -25,6 +25,7 @@ from tritonpilot.model_config import check_signature
 from tritonpilot.onnx_model import Signature, read_signature
 from tritonpilot.onnx_traits import Traits, read_traits
 from tritonpilot.pipeline import parts
+from tritonpilot.quantize import manifest
 from tritonpilot.spec import FORMAT_OF_SUFFIX, Service
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
@@ -67,7 +68,7 @@ class EngineOptions:
     calibration: Path | None = None
     """.npz of real rows for TensorRT's own calibrator (below 11); not needed for an ONNX file with QuantizeLinear."""
     calibration_rows: tuple[int, ...] | None = None
-    """Which rows of it; default: all."""
+    """Which rows of it; default: those that `tritonpilot quantize` has chosen, else all."""
     ranges: Mapping[str, Sequence[Range]] = field(default_factory=dict)
     """Input -> (min, opt, max) of each of its variable dimensions but the batch, in order."""
     opt_batch: int | None = None
@@ -468,7 +469,7 @@ def _calibration(
         why = "the file is quantised already" if traits.is_quantized else f"{precision} needs none"
         raise SpecError(f"Calibration rows were given, but {why}. Nothing was changed. Leave them out.")
     path = options.calibration
-    arrays = samples.read(path)
+    arrays = samples.read(path, {tensor.name for tensor in signature.inputs})  # slices and labels lie beside them
     rows = {}
     for tensor in signature.inputs:
         array = arrays.get(tensor.name)
@@ -487,12 +488,26 @@ def _calibration(
             )
         rows[tensor.name] = array
     count = len(next(iter(rows.values())))
-    chosen = options.calibration_rows
+    chosen = options.calibration_rows or chosen_rows(path)
     if chosen is not None:
         if not chosen or min(chosen) < 0 or max(chosen) >= count:
             raise ModelError(f"{path} has the rows 0 to {count - 1}, not all that were chosen. Nothing was changed.")
         rows = {name: array[list(chosen)] for name, array in rows.items()}
     return Calibration(path, rows)
+
+
+def chosen_rows(path: Path) -> tuple[int, ...] | None:
+    """Which rows of a calibration archive `tritonpilot quantize` has chosen, by a manifest beside it; None: it has chosen none."""
+    if not path.is_file():
+        return None
+    for file in sorted(path.parent.glob("*.int8*.onnx")):
+        try:
+            history = manifest.read(file)
+        except ModelError:
+            continue
+        if history.data_sha256.get("calibration") == manifest.hash_file(path):
+            return history.sample_indices
+    return None
 
 
 def _sample_rows(service: Service, tensor: str) -> Mapping[str, NDArray[Any]]:

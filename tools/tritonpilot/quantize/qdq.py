@@ -86,9 +86,9 @@ class QdqOptions:
 
     `percentile` is the share of values in percent that a range holds (method "percentile" only). `per_channel` gives each output
     channel of a weight its own scale. `reduce_range` (7-bit weights) avoids saturation on CPUs without VNNI. `activation` "uint8"
-    is what ONNX Runtime's kernels for x86-64 want; "int8" is symmetric, as TensorRT wants it. `exclude` names nodes that stay
-    FP32. `smooth` is SmoothQuant's alpha: which part of an input's outliers its weights take over. `bias_correction` moves each
-    bias by the mean error of its node. `batch` is how many rows are run at once while ranges are found.
+    is what ONNX Runtime's kernels for x86-64 want; "int8" is symmetric and leaves biases in FP32, as TensorRT wants it. `exclude`
+    names nodes that stay FP32. `smooth` is SmoothQuant's alpha: which part of an input's outliers its weights take over.
+    `bias_correction` moves each bias by the mean error of its node. `batch` rows are run at once while ranges are found.
     """
 
     method: Method = "minmax"
@@ -124,11 +124,21 @@ class QdqOptions:
             activation="uint8",
             # Without VNNI, products of UINT8 and INT8 saturate in 16 bits.
             reduce_range=not has_vnni(),
-            # One photo of 224x224 has intermediate tensors of tens of MB; rows of a table are small.
-            batch=4 if "Conv" in types.values() else 64,
+            batch=_few_rows(types),
             # Integers are multiplied in fours: over the three colours of a photo INT8 takes 1.3 times as long as FP32.
             exclude=few if few != types.keys() else frozenset(),
         )
+
+    @classmethod
+    def for_tensorrt(cls, model: Path) -> QdqOptions:
+        """Options that TensorRT takes: signed activations with a zero point of 0, and biases in FP32."""
+        types = {node.name: node.op_type for node in quantizable_nodes(model)}
+        return cls(activation="int8", batch=_few_rows(types))
+
+
+def _few_rows(types: Mapping[str, str]) -> int:
+    """One photo of 224x224 has intermediate tensors of tens of MB; rows of a table are small."""
+    return 4 if "Conv" in types.values() else 64
 
 
 def _convolutions_of_few(graph: onnx.ModelProto) -> list[str]:
@@ -395,7 +405,7 @@ def _insert_qdq(
             [],
             left,
             sorted(options.op_types),
-            {"ActivationSymmetric": int8, "WeightSymmetric": True, "MatMulConstBOnly": True},
+            {"ActivationSymmetric": int8, "WeightSymmetric": True, "MatMulConstBOnly": True, "QuantizeBias": not int8},
         )
         quantizer.quantize_model()
         quantizer.model.topological_sort()

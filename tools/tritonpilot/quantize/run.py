@@ -16,22 +16,25 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpilot.errors import HostError, MeasurementError, ModelError, SpecError
 from tritonpilot.onnx_model import read_signature
-from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, search
+from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, qdq, search
 from tritonpilot.quantize.manifest import Cache, Manifest
-from tritonpilot.spec import Service, int8_file
+from tritonpilot.spec import INT8_SUFFIX, Service, int8_file
 
 LEAST_EVALUATION = 30  # rows; of fewer an interval says nothing
 MATES_WITHIN = 1e-5  # static INT8 answers the same whatever its batch-mates; floats that are left may round
 CACHE = "quantize-cache"
 
+TENSORRT_SUFFIX = ".int8-tensorrt.onnx"
+
 Say = Callable[[str], None]
+Runtime = Literal["cpu", "tensorrt"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,12 @@ def quantize(
     is_forced: bool = False,
     seed: int = 0,
     seconds: float = 2.0,
+    runtime: Runtime = "cpu",
 ) -> Outcome:
     """Quantise the model of a service (or of a step). `only` (slice, value) chooses calibration rows from one slice alone.
+
+    For the runtime "tensorrt" the file has another name, is not served by itself (`tritonpilot engine` makes a plan of it), and is
+    chosen by its accuracy alone.
 
     Raises SpecError without `quantize`, ModelError for data or models that do not do, also when the calibration rows do not cover
     the pool (unless forced), MeasurementError when no INT8 model is accurate enough.
@@ -77,6 +84,8 @@ def quantize(
             f"was changed. Give {LEAST_EVALUATION} or more; some hundreds make the interval of the loss narrow."
         )
     output = part.folder / int8_file(model.file)
+    if runtime == "tensorrt":
+        output = output.with_name(output.name.removesuffix(INT8_SUFFIX) + TENSORRT_SUFFIX)
     places = np.arange(pool.count) if only is None else _slice(pool, only)
     count = wanted.samples if only is None else min(wanted.samples, len(places))
     indices = places[coverage.choose(pool.take(places), count, seed)]
@@ -98,12 +107,17 @@ def quantize(
             batch_sizes=tuple(sorted({1, min(rows, 64)})), threads=part.instances[0].threads, seconds=seconds
         ),
         store=Cache(source.parent / CACHE),
+        options=qdq.QdqOptions.for_tensorrt(source) if runtime == "tensorrt" else None,
         progress=lambda doing, done, total: say(f"{part.service}: {doing} ({done} of {total})"),
     )
+    if runtime == "tensorrt":
+        result = search.least_changed(result)
     figures = _figures(result, covered)
     if result.chosen.recipe is None:
         fate = _withdrawn(output) + (
-            " Take `publish` out of the service file, for there is no INT8 file to serve." if wanted.publish else ""
+            " Take `publish` out of the service file, for there is no INT8 file to serve."
+            if wanted.publish and runtime == "cpu"
+            else ""
         )
         if not any(each.is_accurate for each in result.candidates[1:]):
             raise MeasurementError(

@@ -408,6 +408,16 @@ def _decide(search: _Search, found: list[Candidate], sensitivities: list[Sensiti
     return Result(tuple(found), comparison, front(found, comparison), chosen, reason, tuple(sensitivities))
 
 
+def least_changed(result: Result) -> Result:
+    """The same with the accurate model that was changed least as the chosen one: for a runtime whose speed is not this CPU's."""
+    chosen = next((each for each in result.candidates[1:] if each.is_accurate), None)
+    if chosen is None:
+        return result
+    return dataclasses.replace(
+        result, chosen=chosen, reason=f"{_described(chosen)}; its speed is to be measured where it runs"
+    )
+
+
 def gain(comparison: speed.Comparison, name: str) -> float:
     """How many times the rows of FP32 a model answers, over the batch sizes (geometric mean)."""
     ratios = [comparison.ratio(name, FP32, batch) for batch in comparison.batch_sizes]
