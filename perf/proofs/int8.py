@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from models.ocr import evaluation as ocr
 from perf import callers, memory
@@ -17,8 +19,9 @@ from perf.frame import PROJECT, Bench, Outcome, median, spread
 from perf.subjects import Served, cut, serving_from
 from tritonpilot import build, repository, samples
 from tritonpilot.errors import MeasurementError, ModelError
+from tritonpilot.onnx_model import read_signature
 from tritonpilot.pipeline import parts
-from tritonpilot.quantize import run
+from tritonpilot.quantize import accuracy, data, run
 from tritonpilot.quantize.search import FP32
 from tritonpilot.spec import Service, load_services
 
@@ -40,8 +43,22 @@ def int8_ctr(bench: Bench) -> Outcome:
 
 
 def int8_image(bench: Bench) -> Outcome:
-    """The same of the image network."""
-    return _prove(bench, "image", "image_net", Want(loss=0.02))
+    """The same of the image network; of the 20 labelled photos it must name as many first as FP32."""
+    return _prove(bench, "image", "image_net", Want(loss=0.02), _photos_named)
+
+
+def _photos_named(part: Service, int8: Path) -> dict[str, int]:
+    assert part.model is not None
+    assert part.model.quantize is not None
+    fp32 = part.folder / str(part.model.file)
+    rows = data.read(part.folder / part.model.quantize.evaluation, read_signature(fp32))
+    photos = rows.take(np.flatnonzero(rows.slices["view"] == "whole"))
+    assert photos.label is not None
+    named = {}
+    for name, file in (("fp32", fp32), ("int8", int8)):
+        (logits,) = accuracy.predict(file, photos).values()
+        named[name] = int((logits.argmax(axis=1) == photos.label).sum())
+    return named
 
 
 def int8_text(bench: Bench) -> Outcome:
@@ -180,12 +197,15 @@ def _best_per_s(served: Served, model: str, rows: Any, slo_ms: float, seconds: f
     return best
 
 
-def _prove(bench: Bench, service: str, model: str, want: Want) -> Outcome:
+def _prove(
+    bench: Bench, service: str, model: str, want: Want, count: Callable[[Service, Path], dict[str, int]] | None = None
+) -> Outcome:
     with _copied(bench, service) as services:
         part = _part(services, model)
         outcome = run.quantize(part, bench.say, seconds=_seconds(bench))
         source = part.folder / str(part.model.file if part.model else "")
         size = outcome.path.stat().st_size / source.stat().st_size if outcome.path is not None else 1.0
+        counted = count(part, outcome.path) if count is not None and outcome.path is not None else {}
     figures = outcome.figures
     gate = figures["gate"]
     ratios = {int(batch): ratio for batch, ratio in figures["ratio_by_batch"].items()}
@@ -194,13 +214,14 @@ def _prove(bench: Bench, service: str, model: str, want: Want) -> Outcome:
         and gate["loss"] <= want.loss
         and (want.size is None or size <= want.size)
         and (want.cosine is None or gate["agreement"]["cosine"] >= want.cosine)
+        and len(set(counted.values())) <= 1
     )
     return Outcome(
         ratios[max(ratios)] if outcome.path is not None else 1.0,
         spread=max(ratios.values()) - min(ratios.values()),
         rounds=5,
         ok=ok,
-        details={**_details(outcome), "file_of_fp32": round(size, 3)},
+        details={**_details(outcome), "file_of_fp32": round(size, 3), **({"right": counted} if counted else {})},
     )
 
 
