@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import onnx
 import pytest
 from unit.onnx_files import identity
 
+from tritonpilot import build
 from tritonpilot.errors import HostError, ModelError
 from tritonpilot.quantize import manifest
-from tritonpilot.quantize.run import _publish, _withdrawn
+from tritonpilot.quantize.run import _publish, _withdrawn, quantize
+from tritonpilot.spec import Service, load_services
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -46,3 +50,39 @@ def test_an_int8_file_of_another_fp32_model_or_another_content_is_refused(tmp_pa
     manifest.path_beside(model).unlink()
     with pytest.raises(ModelError, match="has no manifest"):
         manifest.ensure_of(model, source)
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> Service:
+    folder = tmp_path / "models" / "scorer"
+    identity(folder / "model.onnx")
+    (folder / "service.yaml").write_text(
+        "service: scorer\nbatching: {max_batch_size: 8}\n"
+        "model: {file: model.onnx, quantize: {calibration: c.npz, evaluation: e.npz, publish: instead}}\n"
+    )
+    for name, count in (("c.npz", 300), ("e.npz", 29)):
+        np.savez(folder / name, x=np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32))
+    return load_services(tmp_path / "models")[0]
+
+
+def test_a_missing_fp32_model_names_the_command_that_makes_it(scorer: Service) -> None:
+    (scorer.folder / "model.onnx").unlink()
+    with pytest.raises(ModelError, match=r"FP32 model .* does not exist.*`tritonpilot build scorer --prepare`"):
+        quantize(scorer, lambda _: None)
+
+
+def test_few_evaluation_rows_are_no_proof(scorer: Service) -> None:
+    with pytest.raises(ModelError, match=r"e\.npz has 29 rows.*Give 30 or more"):
+        quantize(scorer, lambda _: None)
+
+
+def test_build_serves_no_int8_file_of_an_earlier_fp32_model(scorer: Service) -> None:
+    source, model = scorer.folder / "model.onnx", scorer.folder / "model.int8.onnx"
+    identity(model)
+    hashes = manifest.hash_file(source), manifest.hash_file(model)
+    manifest.write(model, manifest.Manifest("minmax", {}, (), "", {}, {}, hashes[0], {}, hashes[1]))
+    assert [plan.folder.name for plan in build.plan([scorer])] == ["scorer"]
+
+    onnx.save(onnx.helper.make_model(onnx.load(str(source)).graph, producer_name="trained again"), str(source))
+    with pytest.raises(ModelError, match=r"made of another model\.onnx.*Quantise it again"):
+        build.plan([scorer])

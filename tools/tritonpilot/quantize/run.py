@@ -75,6 +75,11 @@ def quantize(
         )
     wanted = model.quantize
     source = part.folder / model.file
+    if not source.is_file():
+        raise ModelError(
+            f"The FP32 model {source} does not exist. Nothing was changed. Make it: `tritonpilot build {part.written_as} "
+            "--prepare`."
+        )
     signature = read_signature(source)
     pool = data.read(part.folder / wanted.calibration, signature)
     evaluation = data.read(part.folder / wanted.evaluation, signature)
