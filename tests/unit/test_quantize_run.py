@@ -10,11 +10,14 @@ import onnx
 import pytest
 from unit.onnx_files import identity
 
-from tritonpilot import build
+from tritonpilot import build, samples
 from tritonpilot.errors import HostError, ModelError
+from tritonpilot.pipeline import parts
 from tritonpilot.quantize import manifest
-from tritonpilot.quantize.run import _publish, _withdrawn, quantize
+from tritonpilot.quantize.run import _publish, _withdrawn, halve, quantize
 from tritonpilot.spec import Service, load_services
+
+MODELS = Path(__file__).parents[2] / "models"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -86,3 +89,37 @@ def test_build_serves_no_int8_file_of_an_earlier_fp32_model(scorer: Service) -> 
     onnx.save(onnx.helper.make_model(onnx.load(str(source)).graph, producer_name="trained again"), str(source))
     with pytest.raises(ModelError, match=r"made of another model\.onnx.*Quantise it again"):
         build.plan([scorer])
+
+
+def test_half_precision_passes_the_same_gate_and_has_a_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "risk"
+    (folder / "build").mkdir(parents=True)
+    build.prepare(load_services(MODELS, ["risk"]), "auto", lambda _: None)
+    part = next(each for each in parts(load_services(MODELS, ["risk"])[0]) if each.service == "risk_net")
+    rows = samples.read(part.folder / "build" / "samples.npz")
+    (folder / "build" / "model.onnx").write_bytes((part.folder / "build" / "model.onnx").read_bytes())
+    for name in ("c.npz", "e.npz"):
+        np.savez(folder / "build" / name, **{key: array[:200] for key, array in rows.items()})
+    (folder / "service.yaml").write_text(
+        "service: risk\nbatching: {max_batch_size: 8}\n"
+        "model: {file: build/model.onnx, quantize: {calibration: build/c.npz, evaluation: build/e.npz}}\n"
+    )
+    (service,) = load_services(tmp_path / "models")
+
+    outcome = halve(service, lambda _: None, "fp16", seconds=0.05)
+
+    assert outcome.path == folder / "build" / "model.fp16.onnx"
+    assert manifest.read(outcome.path).method == "fp16"
+    assert outcome.figures["gate"]["loss"] < 0.001
+    assert set(outcome.figures["ratio_by_batch"]) == {"1", "8"}
+    with pytest.raises(ModelError, match="no BF16 kernels"):
+        halve(service, lambda _: None, "bf16")
+    with pytest.raises(ModelError, match="has no node nothing to exclude"):
+        halve(service, lambda _: None, "fp16", keep=frozenset({"nothing"}))
+    assert sorted(file.name for file in (folder / "build").iterdir()) == [
+        "c.npz",
+        "e.npz",
+        "model.fp16.json",
+        "model.fp16.onnx",
+        "model.onnx",
+    ]

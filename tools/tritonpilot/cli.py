@@ -330,6 +330,13 @@ def quantize(
         Literal["cpu", "tensorrt"],
         typer.Option(help="Where it is to run: this kind of CPU, or TensorRT (then see `tritonpilot engine`)."),
     ] = "cpu",
+    precision: Annotated[
+        Literal["int8", "fp16", "bf16"], typer.Option(help="INT8, or half precision for GPUs (model.fp16.onnx).")
+    ] = "int8",
+    keep: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--keep", help="With --precision fp16: a node that stays FP32 (repeatable).", metavar="NODE"),
+    ] = None,
     models: Models = MODELS,
     as_json: Json = False,
 ) -> None:
@@ -348,6 +355,9 @@ def quantize(
             if wanted is not None and wanted.prepare is not None:
                 files = [part.folder / wanted.calibration, part.folder / wanted.evaluation]
                 building.run_script(part.folder / wanted.prepare, files, _narrate)
+            if precision != "int8":
+                found.append(quantizing.halve(part, _narrate, precision, keep=frozenset(keep or []), seconds=seconds))
+                continue
             found.append(
                 quantizing.quantize(
                     part,
@@ -369,9 +379,8 @@ def quantize(
     for each in found if not as_json else []:
         print(f"{each.model}: {each.reason}")
         if each.path is not None:
-            print(
-                f"  {each.path}, its manifest {each.path.with_suffix('.json').name} and {each.path.with_suffix('.html').name}"
-            )
+            picture = f" and {each.path.with_suffix('.html').name}" if precision == "int8" else ""
+            print(f"  {each.path}, its manifest {each.path.with_suffix('.json').name}{picture}")
     if failed is not None:
         raise failed
 

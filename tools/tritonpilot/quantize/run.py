@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpilot.errors import HostError, MeasurementError, ModelError, SpecError
-from tritonpilot.onnx_model import read_signature
-from tritonpilot.quantize import accuracy, coverage, data, manifest, plots, qdq, search
+from tritonpilot.onnx_model import Signature, read_signature
+from tritonpilot.quantize import accuracy, coverage, data, floats, manifest, plots, qdq, search, speed
 from tritonpilot.quantize.manifest import Cache, Manifest
-from tritonpilot.spec import INT8_SUFFIX, Service, int8_file
+from tritonpilot.spec import INT8_SUFFIX, Quantize, Service, int8_file
 
 LEAST_EVALUATION = 30  # rows; of fewer an interval says nothing
 MATES_WITHIN = 1e-5  # static INT8 answers the same whatever its batch-mates; floats that are left may round
@@ -67,28 +67,11 @@ def quantize(
     Raises SpecError without `quantize`, ModelError for data or models that do not do, also when the calibration rows do not cover
     the pool (unless forced), MeasurementError when no INT8 model is accurate enough.
     """
-    model = part.model
-    if model is None or model.quantize is None or model.file is None:
-        raise SpecError(
-            f"{part.path}: {part.service} says nothing about quantisation. Nothing was changed. Give its model a `quantize` with "
-            "calibration and evaluation rows (docs/quantization.md)."
-        )
-    wanted = model.quantize
-    source = part.folder / model.file
-    if not source.is_file():
-        raise ModelError(
-            f"The FP32 model {source} does not exist. Nothing was changed. Make it: `tritonpilot build {part.written_as} "
-            "--prepare`."
-        )
+    wanted, source = _asked(part)
     signature = read_signature(source)
     pool = data.read(part.folder / wanted.calibration, signature)
-    evaluation = data.read(part.folder / wanted.evaluation, signature)
-    if evaluation.count < LEAST_EVALUATION:
-        raise ModelError(
-            f"{part.folder / wanted.evaluation} has {evaluation.count} rows, of which nobody can tell what INT8 may lose. Nothing "
-            f"was changed. Give {LEAST_EVALUATION} or more; some hundreds make the interval of the loss narrow."
-        )
-    output = part.folder / int8_file(model.file)
+    evaluation = _evaluation(part, wanted, signature)
+    output = Path(int8_file(str(source)))
     if runtime == "tensorrt":
         output = output.with_name(output.name.removesuffix(INT8_SUFFIX) + TENSORRT_SUFFIX)
     places = np.arange(pool.count) if only is None else _slice(pool, only)
@@ -101,16 +84,13 @@ def quantize(
         say(f"{part.service}: {len(missed)} features are not covered, and it was forced: {missed[0]}")
     elif not is_forced:
         covered.ensure()
-    rows = part.batching.max_batch_size or 1
     result = search.compensate(
         source,
         calibration,
         evaluation,
         wanted.metric,
         search.Target(wanted.max_loss, wanted.least_cosine),
-        search.Budget(
-            batch_sizes=tuple(sorted({1, min(rows, 64)})), threads=part.instances[0].threads, seconds=seconds
-        ),
+        search.Budget(batch_sizes=_batch_sizes(part), threads=part.instances[0].threads, seconds=seconds),
         store=Cache(source.parent / CACHE),
         options=qdq.QdqOptions.for_tensorrt(source) if runtime == "tensorrt" else None,
         progress=lambda doing, done, total: say(f"{part.service}: {doing} ({done} of {total})"),
@@ -154,6 +134,95 @@ def quantize(
     )
     _publish(result, history, output)
     return Outcome(part.service, output, result.reason, figures, _accurate(result))
+
+
+def halve(
+    part: Service,
+    say: Say,
+    precision: Literal["fp16", "bf16"],
+    *,
+    keep: frozenset[str] = frozenset(),
+    seconds: float = 2.0,
+) -> Outcome:
+    """Write the model of a service in half precision, model.fp16.onnx, when its answers pass the same gate. The nodes in `keep`
+    stay FP32 (mixed precision). It is for GPUs (`tritonpilot engine NAME --onnx FILE`): CPUs are rarely faster with it.
+
+    Raises SpecError and ModelError as `quantize`, MeasurementError when it is not accurate enough.
+    """
+    wanted, source = _asked(part)
+    evaluation = _evaluation(part, wanted, read_signature(source))
+    output = source.with_suffix(f".{precision}.onnx")
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        aside = Path(folder, output.name)
+        (floats.to_fp16 if precision == "fp16" else floats.to_bf16)(source, aside, keep)
+        threads = part.instances[0].threads
+        answers = [accuracy.predict(path, evaluation, 16, threads) for path in (source, aside)]
+        verdict = accuracy.gate(answers[0], answers[1], evaluation, wanted.metric, wanted.max_loss)
+        if not verdict.passed:
+            raise MeasurementError(
+                f"{part.service}: {precision} is not accurate enough: {verdict.reason}. Nothing was written. Keep nodes in FP32."
+            )
+        say(f"{part.service}: measuring")
+        models = {search.FP32: source, precision: aside}
+        comparison = speed.compare(models, evaluation, _batch_sizes(part), threads, seconds)
+        ratios = {
+            str(batch): round(comparison.ratio(precision, search.FP32, batch), 3) for batch in comparison.batch_sizes
+        }
+        figures = {
+            "ratio_by_batch": ratios,
+            "gate": _plain(dataclasses.asdict(verdict)),
+            "speed": _plain(dataclasses.asdict(comparison)),
+        }
+        history = Manifest(
+            method=precision,
+            options={"keep": sorted(keep)},
+            sample_indices=(),
+            samples_sha256="",
+            seeds={},
+            versions=manifest.versions(),
+            model_sha256=manifest.hash_file(source),
+            data_sha256={"evaluation": manifest.hash_file(part.folder / wanted.evaluation)},
+            result_sha256=manifest.hash_file(aside),
+            gate=figures["gate"],
+            speed=figures["speed"],
+        )
+        for file in (manifest.write(aside, history), aside):
+            os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
+    said = ", ".join(f"{ratio} at batch {batch}" for batch, ratio in ratios.items())
+    return Outcome(
+        part.service, output, f"{precision}: {verdict.reason}; {said} times the rows per second of FP32", figures
+    )
+
+
+def _asked(part: Service) -> tuple[Quantize, Path]:
+    """What the service file says about quantisation, and the FP32 file."""
+    model = part.model
+    if model is None or model.quantize is None or model.file is None:
+        raise SpecError(
+            f"{part.path}: {part.service} says nothing about quantisation. Nothing was changed. Give its model a `quantize` with "
+            "calibration and evaluation rows (docs/quantization.md)."
+        )
+    source = part.folder / model.file
+    if not source.is_file():
+        raise ModelError(
+            f"The FP32 model {source} does not exist. Nothing was changed. Make it: `tritonpilot build {part.written_as} "
+            "--prepare`."
+        )
+    return model.quantize, source
+
+
+def _evaluation(part: Service, wanted: Quantize, signature: Signature) -> data.Rows:
+    evaluation = data.read(part.folder / wanted.evaluation, signature)
+    if evaluation.count < LEAST_EVALUATION:
+        raise ModelError(
+            f"{part.folder / wanted.evaluation} has {evaluation.count} rows, of which nobody can tell what INT8 may lose. Nothing "
+            f"was changed. Give {LEAST_EVALUATION} or more; some hundreds make the interval of the loss narrow."
+        )
+    return evaluation
+
+
+def _batch_sizes(part: Service) -> tuple[int, ...]:
+    return tuple(sorted({1, min(part.batching.max_batch_size or 1, 64)}))
 
 
 def _accurate(result: search.Result) -> Path:
