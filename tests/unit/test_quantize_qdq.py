@@ -288,19 +288,24 @@ def test_what_is_made_for_tensorrt_has_nothing_that_it_refuses(ctr: Path, ctr_ro
     np.testing.assert_allclose(_answer(output, ctr_rows, 64), _answer(ctr, ctr_rows, 64), atol=0.02)
 
 
-@pytest.mark.parametrize(("channels", "groups", "excluded"), [(3, 1, {"conv"}), (4, 1, set()), (8, 8, set())])
+@pytest.mark.parametrize(
+    ("channels", "groups", "excluded"), [(3, 1, {"conv", "depthwise"}), (4, 1, set()), (8, 8, set())]
+)
 def test_convolutions_over_few_channels_stay_fp32(
     channels: int, groups: int, excluded: set[str], tmp_path: Path
 ) -> None:
     random = np.random.default_rng(0)
     weights = {
         "w": random.normal(size=(8, channels // groups, 3, 3)).astype(np.float32),
+        "u": random.normal(size=(8, 1, 1, 1)).astype(np.float32),
         "v": random.normal(size=(8, 8, 1, 1)).astype(np.float32),
     }
     graph = onnx.helper.make_graph(
         [
             onnx.helper.make_node("Conv", ["x", "w"], ["h"], "conv", group=groups),
-            onnx.helper.make_node("Conv", ["h", "v"], ["y"], "after"),
+            onnx.helper.make_node("Relu", ["h"], ["r"], "relu"),
+            onnx.helper.make_node("Conv", ["r", "u"], ["d"], "depthwise", group=8),
+            onnx.helper.make_node("Conv", ["d", "v"], ["y"], "after"),
         ],
         "two",
         [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", channels, 8, 8])],

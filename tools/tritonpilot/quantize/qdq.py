@@ -142,13 +142,20 @@ def _few_rows(types: Mapping[str, str]) -> int:
 
 
 def _convolutions_of_few(graph: onnx.ModelProto) -> list[str]:
-    """The convolutions, but for depthwise ones, that sum over fewer input channels than an integer instruction takes at once."""
+    """The convolutions that sum over fewer input channels than an integer instruction takes at once; depthwise ones only where
+    what they read is in FP32 for that reason: then the conversion comes after them."""
     channels = {tensor.name: tensor.dims[1] for tensor in graph.graph.initializer if len(tensor.dims) == 4}
-    return [
-        node.name
-        for node in graph.graph.node
-        if node.op_type == "Conv" and channels.get(node.input[1], 4) < 4 and _attribute(node, "group", 1) == 1
-    ]
+    found: list[str] = []
+    floats: set[str] = set()  # what they give, also behind a Relu or Clip
+    for node in graph.graph.node:
+        is_read = bool(node.input) and node.input[0] in floats
+        if node.op_type == "Conv" and channels.get(node.input[1], 4) < 4:
+            if is_read or _attribute(node, "group", 1) == 1:
+                found.append(node.name)
+                floats.update(node.output)
+        elif node.op_type in FOLLOWERS and is_read:
+            floats.update(node.output)
+    return found
 
 
 def has_vnni() -> bool:
