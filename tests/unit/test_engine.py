@@ -480,6 +480,7 @@ def test_every_calibration_row_is_used_once_in_whole_batches(count: int, batch: 
         ({"x": np.zeros((2, 5), np.float32)}, None, r"input x is float32\[5\] a row, but the model takes FP32\[4\]"),
         ({"x": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]], np.float32)}, None, "row 1 of input x has NaN or Inf"),
         ({"x": np.zeros((2, 4), np.float32)}, (0, 2), "has the rows 0 to 1, not all that were chosen"),
+        ({"x": np.zeros((2, 4), np.float32)}, (), "has the rows 0 to 1, not all that were chosen"),
     ],
 )
 def test_calibration_rows_that_do_not_fit_are_refused(

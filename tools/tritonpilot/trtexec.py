@@ -488,7 +488,7 @@ def _calibration(
             )
         rows[tensor.name] = array
     count = len(next(iter(rows.values())))
-    chosen = options.calibration_rows or chosen_rows(path)
+    chosen = chosen_rows(path) if options.calibration_rows is None else options.calibration_rows
     if chosen is not None:
         if not chosen or min(chosen) < 0 or max(chosen) >= count:
             raise ModelError(f"{path} has the rows 0 to {count - 1}, not all that were chosen. Nothing was changed.")
@@ -500,12 +500,13 @@ def chosen_rows(path: Path) -> tuple[int, ...] | None:
     """Which rows of a calibration archive `tritonpilot quantize` has chosen, by a manifest beside it; None: it has chosen none."""
     if not path.is_file():
         return None
+    rows_sha256 = manifest.hash_file(path)
     for file in sorted(path.parent.glob("*.int8*.onnx")):
         try:
             history = manifest.read(file)
         except ModelError:
             continue
-        if history.data_sha256.get("calibration") == manifest.hash_file(path):
+        if history.data_sha256.get("calibration") == rows_sha256:
             return history.sample_indices
     return None
 
