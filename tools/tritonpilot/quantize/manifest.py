@@ -93,9 +93,7 @@ def hash_file(path: Path) -> str:
     names = external_files(path) if path.suffix == ".onnx" else []
     try:
         for part in (path, *(path.parent / name for name in names)):
-            with part.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            _add(part, digest)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}. Nothing was changed. Make it again.") from error
     return digest.hexdigest()
@@ -154,23 +152,23 @@ class Cache:
         """
         path = self.folder / f"{key}{suffix}"
         stated = path.with_name(f"{path.name}.sha256")
-        if not (path.is_file() and stated.is_file() and stated.read_bytes() == _digest(path)):
+        if not (path.is_file() and stated.is_file() and stated.read_text() == _digest(path)):
             _write_aside(path, make)
             digest = _digest(path)
-            _write_aside(stated, lambda aside: _write_bytes(aside, digest))
+            _write_aside(stated, lambda aside: _write_text(aside, digest))
         return path
 
 
-def _digest(path: Path) -> bytes:
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    _add(path, digest)
+    return digest.hexdigest()
+
+
+def _add(path: Path, digest: Any) -> None:
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.hexdigest().encode()
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -13,7 +13,8 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -152,8 +153,7 @@ def halve(
     wanted, source = _asked(part)
     evaluation = _evaluation(part, wanted, read_signature(source))
     output = source.with_suffix(f".{precision}.onnx")
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        aside = Path(folder, output.name)
+    with _beside(output) as aside:
         (floats.to_fp16 if precision == "fp16" else floats.to_bf16)(source, aside, keep)
         threads = part.instances[0].threads
         answers = [accuracy.predict(path, evaluation, 16, threads) for path in (source, aside)]
@@ -165,9 +165,7 @@ def halve(
         say(f"{part.service}: measuring")
         models = {search.FP32: source, precision: aside}
         comparison = speed.compare(models, evaluation, _batch_sizes(part), threads, seconds)
-        ratios = {
-            str(batch): round(comparison.ratio(precision, search.FP32, batch), 3) for batch in comparison.batch_sizes
-        }
+        ratios = _ratios(comparison, precision)
         figures = {
             "ratio_by_batch": ratios,
             "gate": _plain(dataclasses.asdict(verdict)),
@@ -186,8 +184,7 @@ def halve(
             gate=figures["gate"],
             speed=figures["speed"],
         )
-        for file in (manifest.write(aside, history), aside):
-            os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
+        manifest.write(aside, history)
     said = ", ".join(f"{ratio} at batch {batch}" for batch, ratio in ratios.items())
     return Outcome(
         part.service, output, f"{precision}: {verdict.reason}; {said} times the rows per second of FP32", figures
@@ -262,15 +259,17 @@ def _figures(result: search.Result, covered: coverage.CoverageReport) -> dict[st
     return {
         "reason": result.reason,
         "gain": round(result.gain(result.chosen), 3),
-        "ratio_by_batch": {
-            str(batch): round(result.comparison.ratio(result.chosen.name, search.FP32, batch), 3)
-            for batch in result.comparison.batch_sizes
-        },
+        "ratio_by_batch": _ratios(result.comparison, result.chosen.name),
         "gate": None if verdict is None else _plain(dataclasses.asdict(verdict)),
         "speed": _plain(dataclasses.asdict(result.comparison)),
         "coverage": _plain(covered.summary()),
         "candidates": [_candidate(result, each) for each in result.candidates],
     }
+
+
+def _ratios(comparison: speed.Comparison, name: str) -> dict[str, float]:
+    """How many times the rows of FP32 a model answers, by batch size."""
+    return {str(batch): round(comparison.ratio(name, search.FP32, batch), 3) for batch in comparison.batch_sizes}
 
 
 def _candidate(result: search.Result, candidate: search.Candidate) -> dict[str, Any]:
@@ -286,16 +285,23 @@ def _candidate(result: search.Result, candidate: search.Candidate) -> dict[str, 
 
 
 def _publish(result: search.Result, history: Manifest, output: Path) -> None:
-    """Put model, manifest and pictures in place, each whole; the model last, for it is what others read."""
+    """Put model, manifest and pictures in place."""
+    with _beside(output) as aside:
+        shutil.copyfile(result.chosen.path, aside)
+        manifest.write(aside, history)
+        for draw, suffix in ((plots.png, ".png"), (plots.html, ".html")):
+            draw(result, aside.with_suffix(suffix))
+
+
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """The path to write the model to, in a folder whose files are then put in place, each whole; the model last, for it is what
+    others read. Nothing is, when the block raises. Raises HostError where they cannot be written."""
     try:
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             aside = Path(folder, output.name)
-            shutil.copyfile(result.chosen.path, aside)
-            written = [manifest.write(aside, history)]
-            for draw, suffix in ((plots.png, ".png"), (plots.html, ".html")):
-                written.append(aside.with_suffix(suffix))
-                draw(result, written[-1])
-            for file in (*written, aside):
+            yield aside
+            for file in sorted(Path(folder).iterdir(), key=lambda file: file == aside):
                 os.replace(file, output.parent / file.name)  # noqa: PTH105 -- of two folders, atomic
     except OSError as error:
         raise HostError(
