@@ -125,25 +125,39 @@ class Entry:
 def entered(served: Served, *, core: int | None = None, tenants: Path | None = None) -> Iterator[Entry]:
     """An entry in front of a server, on one core when asked, that ends with the block."""
     argv = [
-        *(str(Path(sys.executable).with_name("tritonpilot")), "entry", "--json"),
         *("--triton-http", served.server.endpoints.http, "--triton-grpc", served.server.endpoints.grpc),
         *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
         *(() if core is None else ("--cpus", str(core))),
         *(() if tenants is None else ("--tenants", str(tenants))),
     ]
+    with command("entry", argv) as (endpoints, process):
+        yield Entry(endpoints["http"], endpoints["grpc"], endpoints["metrics"], process.pid)
+        if process.poll() is not None:
+            raise MeasurementError(f"The entry ended with code {process.returncode}. Nothing is reported.")
+
+
+@contextmanager
+def watched(server: EmbeddedServer, root: Path) -> Iterator[str]:
+    """host:port of the metrics of a running watch of that server."""
+    argv = ["--port", "0", "--triton-grpc", server.endpoints.grpc, "--repository", str(root)]
+    with command("watch", argv) as (endpoints, _):
+        yield endpoints["metrics"]
+
+
+@contextmanager
+def command(name: str, options: Sequence[str]) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    """A running `tritonpilot NAME --json` that tells its endpoints, and its process, which ends with the block."""
+    argv = [str(Path(sys.executable).with_name("tritonpilot")), name, "--json", *options]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stderr is not None
         told = process.stdout.readline()
         if not told:
-            raise MeasurementError(f"The entry did not start: {process.stderr.read()}. Nothing is reported.")
+            raise MeasurementError(f"The {name} did not start: {process.stderr.read()}. Nothing is reported.")
         # What it says later is read, so that it never waits for a reader.
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        endpoints = json.loads(told)["endpoints"]
-        yield Entry(endpoints["http"], endpoints["grpc"], endpoints["metrics"], process.pid)
-        if process.poll() is not None:
-            raise MeasurementError(f"The entry ended with code {process.returncode}. Nothing is reported.")
+        yield json.loads(told)["endpoints"], process
     finally:
         process.terminate()
         process.wait(timeout=30)

@@ -23,8 +23,7 @@ from perf.callers import Body, Due
 from perf.frame import PROJECT, Bench, Outcome
 from perf.open_loop import Sender
 from perf.prometheus import Prometheus, scraping
-from perf.proofs.dashboards import watched
-from perf.subjects import Served, entered
+from perf.subjects import Served, entered, watched
 from tritonpilot import build, repository
 from tritonpilot.errors import MeasurementError
 from tritonpilot.ports import choose_ports

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +16,9 @@ from perf.dashboards import Finding, Query, Shown, find, queries
 from perf.frame import Bench, Outcome
 from perf.open_loop import Request, Sender
 from perf.prometheus import Prometheus, scraping
-from perf.subjects import Served, entered
+from perf.subjects import Served, entered, watched
 from tritonpilot.entry.messages import KEY_HEADER
 from tritonpilot.entry.tenants import hash_key, new_key
-from tritonpilot.errors import MeasurementError
 from tritonpilot.server import EmbeddedServer
 
 MODEL, CACHED = "shown", "cached"
@@ -170,25 +163,3 @@ def _asked(prometheus: Prometheus, start_s: float, scrape_s: float) -> Seen:
         if not seen.empty or time.monotonic() > give_up_s:
             return seen
         time.sleep(scrape_s)
-
-
-@contextmanager
-def watched(server: EmbeddedServer, root: Path) -> Iterator[str]:
-    """host:port of the metrics of a running watch of that server."""
-    argv = [
-        *(str(Path(sys.executable).with_name("tritonpilot")), "watch", "--json", "--port", "0"),
-        *("--triton-grpc", server.endpoints.grpc, "--repository", str(root)),
-    ]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        told = process.stdout.readline()
-        if not told:
-            raise MeasurementError(f"The watch did not start: {process.stderr.read()}. Nothing is reported.")
-        # What it says later is read, so that it never waits for a reader.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield json.loads(told)["endpoints"]["metrics"]
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
