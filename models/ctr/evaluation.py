@@ -10,7 +10,6 @@ Exit codes: those of tritonpilot.errors (7 something is missing), 2 usage, 130 C
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -38,11 +37,10 @@ AGE_NAMES = ("under 18", "18-24", "25-34", "35-44", "45-49", "50-55", "56 and ov
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the click model's calibration and evaluation rows.")
     return write_rows(
-        parser,
         argv,
         Path(__file__).parent / "build",
+        "Write the click model's calibration and evaluation rows.",
         "ctr: reading 100,000 ratings and computing their features, about 6 s",
         lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
     )

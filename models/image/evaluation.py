@@ -11,7 +11,6 @@ Exit codes: those of tritonpilot.errors (7 something is missing), 2 usage, 130 C
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,11 +59,10 @@ Images = npt.NDArray[np.float32]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the image network's calibration and evaluation rows.")
     return write_rows(
-        parser,
         argv,
         Path(__file__).parent / "build",
+        "Write the image network's calibration and evaluation rows.",
         "image: cutting views out of 37 pictures, about 10 s",
         lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
     )

@@ -15,7 +15,6 @@ Exit codes: those of tritonpilot.errors (4 the networks have not been exported, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,11 +70,10 @@ class Drawn(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the OCR networks' calibration and evaluation rows.")
     return write_rows(
-        parser,
         argv,
         Path(__file__).parent / "build",
+        "Write the OCR networks' calibration and evaluation rows.",
         "ocr: drawing 160 pages and finding their lines, about 50 s",
         make,
     )

@@ -11,7 +11,6 @@ Exit codes: those of tritonpilot.errors (7 something is missing), 2 usage, 130 C
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -37,11 +36,10 @@ except ModuleNotFoundError as missing:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the credit network's calibration and evaluation rows.")
     return write_rows(
-        parser,
         argv,
         Path(__file__).parent / "build",
+        "Write the credit network's calibration and evaluation rows.",
         "risk: reading 9,857 loans and fitting their table, about 5 s",
         lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
     )

@@ -10,7 +10,6 @@ Exit codes: those of tritonpilot.errors (7 something is missing), 2 usage, 130 C
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +42,10 @@ LENGTH_NAMES = tuple(f"up to {bound}" for bound in LENGTH_BOUNDS)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the text network's calibration and evaluation rows.")
     return write_rows(
-        parser,
         argv,
         Path(__file__).parent / "build",
+        "Write the text network's calibration and evaluation rows.",
         "text: tokenising 550 texts, about 2 s",
         lambda _: dict(zip((CALIBRATION, EVALUATION), make(), strict=True)),
     )
