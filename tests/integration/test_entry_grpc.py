@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
+from loop_thread import PATIENCE_S, LoopThread
 from parrot import PARROT, PARROT_CONFIG
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -33,7 +33,6 @@ from tritonpilot.server import EmbeddedServer
 pytestmark = pytest.mark.server
 
 LONG_S = 1.5  # a request that is still running when its caller has gone
-PATIENCE_S = 20.0
 CLASSES_CONFIG = """
 backend: "python"
 max_batch_size: 64
@@ -86,51 +85,36 @@ class Seen:
         self.denials[http_status] += 1
 
 
-class Entry:
+class Entry(LoopThread):
     """A gRPC front on a thread of its own, with a real gate and desk."""
 
     def __init__(self, server: EmbeddedServer, tenants: Path | None = None, **options: Any) -> None:
+        super().__init__()
         self.seen = Seen()
         self.url = ""
         self._server = server
         self._tenants = tenants
         self._options = options
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-
-    def __enter__(self) -> Entry:
-        self._thread.start()
-        self._do(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(PATIENCE_S)
-        self._loop.close()
 
     def rows_in_flight(self, model: str) -> Any:
-        return self._do(_result(lambda: self.gate.rows_in_flight(model)))
+        return self.do(_result(lambda: self.gate.rows_in_flight(model)))
 
     def waiting(self, model: str) -> Any:
-        return self._do(_result(lambda: sum(self.gate.depth(model).values())))
+        return self.do(_result(lambda: sum(self.gate.depth(model).values())))
 
     def held_bytes(self) -> Any:
-        return self._do(_result(lambda: self._front.held_bytes))
+        return self.do(_result(lambda: self._front.held_bytes))
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
         keys = KeyFile(self._tenants, time.monotonic) if self._tenants else None
-        self.gate = Gate(time.monotonic, self._loop.call_at, self.seen)
+        self.gate = Gate(time.monotonic, self.loop.call_at, self.seen)
         self._desk = Desk(self.gate, self._server.endpoints.http, keys, on_denied=self.seen.denied)
         self._front = GrpcFront(self._desk, self._server.endpoints.grpc, **self._options)
         self.url = f"127.0.0.1:{await self._front.start('127.0.0.1', 0)}"
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         await self._front.close(5.0)
         await self._desk.close()
-
-    def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
 
 async def _result(ask: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from loop_thread import LoopThread
 from otlp import Receiver, Span
 
 from tritonpilot.entry.desk import Desk
@@ -240,26 +241,14 @@ def test_requests_are_answered_when_the_receiver_is_gone(served: EmbeddedServer,
     served.check_alive()
 
 
-class _Entry:
+class _Entry(LoopThread):
     """Both fronts of an entry, in a thread."""
 
     def __init__(self, server: EmbeddedServer) -> None:
+        super().__init__()
         self._server = server
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
 
-    def __enter__(self) -> _Entry:
-        self._thread.start()
-        self._do(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _start(self) -> None:
+    async def start(self) -> None:
         loop, triton = asyncio.get_running_loop(), self._server.endpoints
         gate = Gate(
             time.monotonic, lambda at_s, call: loop.call_later(max(0.0, at_s - time.monotonic()), call), EntryMetrics()
@@ -268,10 +257,7 @@ class _Entry:
         self._fronts = HttpFront(self._desk, triton.http), GrpcFront(self._desk, triton.grpc)
         self.http, self.grpc = [f"127.0.0.1:{await front.start('127.0.0.1', 0)}" for front in self._fronts]
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         for front in self._fronts:
             await front.close(0)
         await self._desk.close()
-
-    def _do(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
