@@ -11,13 +11,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Optional, cast, get_args
 
 import rich
 import typer
-from rich.console import Console, RenderableType
 
 import tritonpilot
 from tritonpilot import build as building
@@ -26,10 +24,23 @@ from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
+from tritonpilot.commands.options import (
+    MODELS,
+    REPOSITORY,
+    Cpus,
+    Json,
+    Models,
+    Names,
+    Repository,
+    TargetOption,
+    cpu_list,
+    narrate,
+    numbers,
+    show,
+)
 from tritonpilot.entry import tenants as tenant_keys
 from tritonpilot.errors import PilotError, RepositoryError, ServerError, SpecError
 from tritonpilot.measurement import table, to_json
-from tritonpilot.model_config import Target
 from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.server import serve as serve_until_signal
@@ -47,21 +58,6 @@ app = typer.Typer(
 
 tenants = typer.Typer(help="API keys and the tenants file of the entry.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(tenants, name="tenants")
-
-# One declaration per option: flag, default, help and type.
-Models = Annotated[Path, typer.Option("--models", help="Folder with one folder per service.", show_default=True)]
-Repository = Annotated[Path, typer.Option("--repository", help="Triton model repository.", show_default=True)]
-TargetOption = Annotated[
-    Target,
-    typer.Option("--target", help="Where instances run: cpu, gpu, or auto (Triton uses GPUs where there are some)."),
-]
-Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="SERVICE")]  # noqa: UP045
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 0,2 or 0-3.", metavar="LIST")]
-
-MODELS = Path("models")
-REPOSITORY = Path("model_repository")
-UNLIMITED = 1000
 
 
 def main() -> NoReturn:
@@ -101,11 +97,11 @@ def build(
     services = spec.load_services(models, names or [])
     everything = spec.load_services(models)  # a pipeline is checked against the services that it names
     if prepare and not (check or dry_run):
-        building.prepare(services, target, _narrate, everything)
+        building.prepare(services, target, narrate, everything)
     elif prepare and dry_run:
         pending = building.missing_files(services, target, everything)
         for script, files in pending.items():
-            _narrate(
+            narrate(
                 f"{script} would make {', '.join(file.name for file in files)}; what is built of them is known then"
             )
         folders = {script.parent for script in pending}
@@ -167,7 +163,7 @@ def serve(
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
-        cpus=_cpu_list(cpus),
+        cpus=cpu_list(cpus),
         log_file=log_file,
         strict_config=strict_config,
         rate_limit=rate_limit,
@@ -175,7 +171,7 @@ def serve(
         http_threads=http_threads,
         trace_url=trace_url,
         probe_inputs=building.probe_inputs(models, repository),
-        on_progress=_narrate,
+        on_progress=narrate,
     )
 
     def ready(started: EmbeddedServer) -> None:
@@ -185,10 +181,10 @@ def serve(
         else:
             for name, endpoint in facts["endpoints"].items():
                 print(f"{name:8} {endpoint}", flush=True)
-            _narrate("serving; Ctrl-C stops")
+            narrate("serving; Ctrl-C stops")
 
     received = serve_until_signal(server, ready)
-    _narrate("stopped; requests in flight were answered")
+    narrate("stopped; requests in flight were answered")
     raise typer.Exit(130 if received == signal.SIGINT else 0)
 
 
@@ -213,7 +209,7 @@ def entry(
     """Stand between callers and a Triton: classes with floors, tenants, deadlines, and quick refusals under overload."""
     from tritonpilot.entry import app as entries  # the event loop and its friends, which no other command needs
 
-    chosen = _cpu_list(cpus)
+    chosen = cpu_list(cpus)
     if chosen:
         try:
             os.sched_setaffinity(0, chosen)
@@ -230,9 +226,9 @@ def entry(
         else:
             for name, endpoint in found.items():
                 print(f"{name:8} {endpoint}", flush=True)
-            _narrate("the entry is open; Ctrl-C closes it")
+            narrate("the entry is open; Ctrl-C closes it")
 
-    received = entries.run(settings, ready, _narrate)
+    received = entries.run(settings, ready, narrate)
     raise typer.Exit(130 if received == signal.SIGINT else 0)
 
 
@@ -283,9 +279,9 @@ def watch(
             print(json.dumps({"endpoints": dataclasses.asdict(endpoints), "pid": os.getpid()}), flush=True)
         else:
             print(f"metrics  {endpoints.metrics}", flush=True)
-            _narrate("watching; Ctrl-C ends it")
+            narrate("watching; Ctrl-C ends it")
 
-    received = watching.run(settings, ready, _narrate)
+    received = watching.run(settings, ready, narrate)
     raise typer.Exit(130 if received == signal.SIGINT else 0)
 
 
@@ -309,7 +305,7 @@ def hash_key() -> None:
 @tenants.command("check", epilog="Example: tritonpilot tenants check tenants.yaml")
 def check_tenants(file: Annotated[Path, typer.Argument(help="Tenants file.")]) -> None:
     """Read a tenants file and say what is in it, or what is wrong with it (exit 3)."""
-    for tenant in tenant_keys.KeyFile(file, time.monotonic, _narrate).current:
+    for tenant in tenant_keys.KeyFile(file, time.monotonic, narrate).current:
         rate = f"{tenant.bucket.rate_per_s:g} rows/s" if tenant.bucket is not None else "any rate"
         most = f"{tenant.concurrency} at once" if tenant.concurrency is not None else "any number at once"
         print(f"{tenant.name}: {rate}, {most}")
@@ -354,14 +350,14 @@ def quantize(
             wanted = part.model.quantize if part.model is not None else None
             if wanted is not None and wanted.prepare is not None:
                 files = [part.folder / wanted.calibration, part.folder / wanted.evaluation]
-                building.run_script(part.folder / wanted.prepare, files, _narrate)
+                building.run_script(part.folder / wanted.prepare, files, narrate)
             if precision != "int8":
-                found.append(quantizing.halve(part, _narrate, precision, keep=frozenset(keep or []), seconds=seconds))
+                found.append(quantizing.halve(part, narrate, precision, keep=frozenset(keep or []), seconds=seconds))
                 continue
             found.append(
                 quantizing.quantize(
                     part,
-                    _narrate,
+                    narrate,
                     only=(slice_name, value) if only else None,
                     is_forced=force,
                     seed=seed,
@@ -372,7 +368,7 @@ def quantize(
         except PilotError as error:  # the other models of a pipeline are not to blame
             failed = error
             if len(parts_of_it) > 1:
-                _narrate(f"{part.service}: {error}")
+                narrate(f"{part.service}: {error}")
     if as_json:
         shown = [{"model": each.model, "file": str(each.path) if each.path else None, **each.figures} for each in found]
         print(json.dumps(shown, indent=2))
@@ -428,7 +424,7 @@ def engine(
     if dry_run:
         print("\n".join(engines.preview(chosen, options)))
         return
-    result = engines.build_engine(chosen, options, _narrate)
+    result = engines.build_engine(chosen, options, narrate)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
         return
@@ -459,26 +455,26 @@ def measure(
         )
     rows = samples.read(chosen.samples)
     wanted: dict[str, Any] = {
-        "concurrencies": [] if rate else _numbers(concurrency, "--concurrency", int),
-        "rates_per_s": _numbers(rate, "--rate", float) if rate else [],
+        "concurrencies": [] if rate else numbers(concurrency, "--concurrency", int),
+        "rates_per_s": numbers(rate, "--rate", float) if rate else [],
         "batch": batch,
         "parameters": {"priority": priority} if priority else None,
-        "cpus": _cpu_list(cpus),
-        "on_progress": _narrate,
+        "cpus": cpu_list(cpus),
+        "on_progress": narrate,
     }
     if grpc:
         points = list(sweep.measure(grpc, service, rows, **wanted))
     else:
         probes = building.probe_inputs(models, repository)
         with EmbeddedServer(
-            repository, models=[service], cpus=_cpu_list(server_cpus), probe_inputs=probes, on_progress=_narrate
+            repository, models=[service], cpus=cpu_list(server_cpus), probe_inputs=probes, on_progress=narrate
         ) as server:
             points = list(sweep.measure(server.endpoints.grpc, service, rows, **wanted))
             server.check_alive()
     if as_json:
         print(to_json(points))
     else:
-        _show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
+        show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
 
 
 @app.command(epilog="Example: tritonpilot top --entry 127.0.0.1:8102; tritonpilot top --once --json")
@@ -504,7 +500,7 @@ def top(
             if as_json:
                 print(json.dumps(view.as_dict(), indent=2 if once else None), flush=True)
             else:
-                _show(lambda width, view=view: [tops.render(view, width)])  # type: ignore[misc]
+                show(lambda width, view=view: [tops.render(view, width)])  # type: ignore[misc]
             if once:
                 break
     except KeyboardInterrupt:
@@ -531,22 +527,22 @@ def report(
     found = source.report(*source.range(last=last if last or start else "1h", start=start, end=end), model=model)
     if page is not None:
         reports.html(found, source.series(found), page)
-        _narrate(f"wrote {page}")
+        narrate(f"wrote {page}")
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        _show(lambda width: reports.render(found, width))
+        show(lambda width: reports.render(found, width))
 
 
 @app.command(epilog="Example: tritonpilot demo --json")
 def demo(models: Models = MODELS, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
     """Train what is missing, build, serve, infer and measure the example services."""
-    result = demonstration.run(models, repository, _narrate)
+    result = demonstration.run(models, repository, narrate)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         title = f"{demonstration.MEASURED}, 1 row per request, perf_analyzer over gRPC"
-        _show(lambda _: [table(result.points, title=title)])
+        show(lambda _: [table(result.points, title=title)])
         print(f"Done in {result.seconds:.0f} s. Next, leave a server running and call it with any Triton client:")
         print(f"  {sys.argv[0]} serve")
 
@@ -573,45 +569,6 @@ def _quantised_parts(services: list[spec.Service], name: str) -> list[spec.Servi
     return chosen
 
 
-def _narrate(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _show(render: Callable[[int | None], Iterable[RenderableType]]) -> None:
-    """Print as wide as the terminal is; into files and pipes without a limit."""
-    console = rich.get_console()
-    width = console.width if console.is_terminal else None
-    if width is None:
-        console = Console(width=UNLIMITED)  # print() takes no width above the console's own, which is 80 here
-    for part in render(width):
-        console.print(part, crop=False)
-
-
 def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 -- the signature of a handler
     """SIGTERM ends the command as Ctrl-C does, so that `with` blocks clean up."""
     raise KeyboardInterrupt
-
-
-def _numbers(text: str, option: str, kind: type) -> list[Any]:
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0:
-        raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 1,4,16", param_hint=option)
-    return numbers
-
-
-def _cpu_list(text: str) -> list[int] | None:
-    if not text:
-        return None
-    chosen: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            chosen.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        chosen = set()
-    if not chosen:
-        raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint="--cpus")
-    return sorted(chosen)

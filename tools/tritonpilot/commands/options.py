@@ -1,0 +1,75 @@
+"""What all commands share: options, a voice, and how results are shown.
+
+def command(models: Models = MODELS, as_json: Json = False) -> None: ...
+narrate("measuring")          # to stderr; results go to stdout
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import rich
+import typer
+from rich.console import Console, RenderableType
+
+from tritonpilot.model_config import Target
+
+# One declaration per option: flag, default, help and type.
+Models = Annotated[Path, typer.Option("--models", help="Folder with one folder per service.", show_default=True)]
+Repository = Annotated[Path, typer.Option("--repository", help="Triton model repository.", show_default=True)]
+TargetOption = Annotated[
+    Target,
+    typer.Option("--target", help="Where instances run: cpu, gpu, or auto (Triton uses GPUs where there are some)."),
+]
+Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="SERVICE")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 0,2 or 0-3.", metavar="LIST")]
+
+MODELS = Path("models")
+REPOSITORY = Path("model_repository")
+UNLIMITED = 1000
+
+
+def narrate(line: str) -> None:
+    """Tell a person, on stderr, what happens."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(render: Callable[[int | None], Iterable[RenderableType]]) -> None:
+    """Print as wide as the terminal is; into files and pipes without a limit."""
+    console = rich.get_console()
+    width = console.width if console.is_terminal else None
+    if width is None:
+        console = Console(width=UNLIMITED)  # print() takes no width above the console's own, which is 80 here
+    for part in render(width):
+        console.print(part, crop=False)
+
+
+def numbers(text: str, option: str, kind: type) -> list[Any]:
+    """A list of positive numbers, as 1,4,16. Raises typer.BadParameter."""
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 1,4,16", param_hint=option)
+    return found
+
+
+def cpu_list(text: str) -> list[int] | None:
+    """A list of CPUs, as 0,2-3; None for no text. Raises typer.BadParameter."""
+    if not text:
+        return None
+    chosen: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            chosen.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        chosen = set()
+    if not chosen:
+        raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint="--cpus")
+    return sorted(chosen)
