@@ -25,6 +25,7 @@ SOURCE = Path(__file__).with_name("sleep_backend.c")
 HEALTHCHECK = Path(__file__).parents[2] / "deploy" / "triton" / "healthcheck.py"
 STALL_S = 0.45
 PAIRS = 20
+MOST_PAIRS = 60
 CONFIG = """
 backend: "sleep"
 max_batch_size: 8
@@ -125,18 +126,20 @@ def test_a_model_in_c_stalls_without_the_companion_and_not_with_it(make_reposito
         assert server.models == ("pilot_companion", "sleep")
         wait_for(lambda: server.log_file.read_text().count("has the 500 ms stall") == 1)
         companied = slowest_of_pairs(server, "sleep")
+        while not metric(server, "pilot_companion_wakes_total") and len(companied) < MOST_PAIRS:  # no race was lost yet
+            companied += slowest_of_pairs(server, "sleep", 5)
         wakes, needed = metric(server, "pilot_companion_wakes_total"), metric(server, "pilot_companion_needed")
         (statistics,) = server.statistics("sleep")
     if max(without) < STALL_S:
         pytest.skip(f"the race that makes the stall was never lost in {PAIRS} pairs: nothing to cure")
 
     stalls = [sum(seconds >= STALL_S for seconds in each) for each in (without, companied)]
-    assert stalls[1] <= stalls[0] / 2, (without, companied)
+    assert stalls[1] / len(companied) <= stalls[0] / len(without) / 2, (without, companied)
     assert np.median(companied) < 0.3
     assert needed == 1
     assert wakes is not None
     assert wakes > 0
-    assert statistics.inference_count == 2 * PAIRS + 1  # and the probe of readiness: no wake was executed
+    assert statistics.inference_count == 2 * len(companied) + 1  # and the probe of readiness: no wake was executed
 
 
 def test_it_switches_itself_off_where_the_server_has_no_stall(make_repository: Callable[..., Path]) -> None:
