@@ -6,6 +6,7 @@ costs.execution_mean_us(rows=48, requests=12)         # us that an instance is b
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -122,13 +123,13 @@ def _wrong(costs: Costs) -> list[str]:
     found = []
     if not costs.rows or len(costs.rows) != len(costs.execution_us):
         found.append(f"rows has {len(costs.rows)} values and execution_us {len(costs.execution_us)}")
-    elif min(costs.rows) < 1 or any(a >= b for a, b in zip(costs.rows, costs.rows[1:])):  # noqa: B905
+    elif min(costs.rows) < 1 or any(a >= b for a, b in itertools.pairwise(costs.rows)):
         found.append(f"rows do not rise from 1 on: {list(costs.rows)}")
     for name in ("factor", "wire_factor"):
         values = getattr(costs, name)
         if len(values) != SHARES:
             found.append(f"{name} has {len(values)} quantiles, not {SHARES}")
-        elif any(a > b for a, b in zip(values, values[1:])):  # noqa: B905
+        elif any(a > b for a, b in itertools.pairwise(values)):
             found.append(f"the quantiles of {name} do not rise")
     numbers = {
         field.name: getattr(costs, field.name)
