@@ -55,6 +55,7 @@ def of(scenario: Scenario, calls: Sequence[Call]) -> dict[str, Any]:
         "by_class": _groups(calls, lambda call: call.caller_class),
         "by_transport": _groups(calls, lambda call: call.transport),
         "sent_late_p99_ms": _ms(quantile([call.late_ms for call in calls], 0.99)),
+        "sent_late_max_ms": _ms(max((call.late_ms for call in calls), default=math.nan)),
         "p99_ms_by_second": [_ms(value) for value in p99_by_second(calls)],
         "recovered_after_s": recovered_after_s(calls, scenario.limits.p99_ms),
         "errors": dict(Counter(call.error for call in calls if call.error).most_common(MOST_ERRORS)),

@@ -72,7 +72,7 @@ def locust_burst(bench: Bench) -> Outcome:
 
 
 COUNTS = ("requests", "failures", "errors")
-COSTS = ("sent_late_p99_ms", "sender_cores", "server_cores", "entry_cores")
+COSTS = ("sent_late_p99_ms", "sent_late_max_ms", "sender_cores", "server_cores", "entry_cores")
 
 
 def _round(bench: Bench, served: Served, entry: Entry, scenario: str, transport: str) -> Figures:

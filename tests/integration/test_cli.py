@@ -116,6 +116,15 @@ def test_every_command_explains_itself_with_an_example(project: Path, command: s
     assert f"Example: tritonpilot {command}" in " ".join(done.stdout.split())
 
 
+def test_a_full_disk_behind_the_results_is_told(project: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*COMMAND, "schema"], cwd=project, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+
+    assert done.returncode == 7
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_unknown_service_names_the_nearest(project: Path) -> None:
     done = run(project, "build", "irs")
 

@@ -6,6 +6,7 @@ Exit codes are those of tritonpilot.errors; 2 is a usage error, 130 is Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ from tritonpilot.commands.options import (
     show,
 )
 from tritonpilot.entry import tenants as tenant_keys
-from tritonpilot.errors import PilotError, RepositoryError, ServerError, SpecError
+from tritonpilot.errors import HostError, PilotError, RepositoryError, ServerError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
@@ -71,6 +72,12 @@ def main() -> NoReturn:
     except BrokenPipeError:  # `tritonpilot ... | head`
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no place either
+        print(f"tritonpilot: something could not be written: {error}. Make room and repeat.", file=sys.stderr)
+        sys.exit(HostError.exit_code)
     sys.exit(0)
 
 
@@ -525,13 +532,13 @@ def report(
 
     source = reports.Source(prometheus)
     found = source.report(*source.range(last=last if last or start else "1h", start=start, end=end), model=model)
-    if page is not None:
-        reports.html(found, source.series(found), page)
-        narrate(f"wrote {page}")
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         show(lambda width: reports.render(found, width))
+    if page is not None:
+        reports.html(found, source.series(found), page)
+        narrate(f"wrote {page}")
 
 
 @app.command(epilog="Example: tritonpilot demo --json")
