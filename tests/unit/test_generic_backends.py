@@ -13,7 +13,7 @@ from tritonpilot import backends
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.parent.name for path in (ROOT / "python_backend").glob("*/model.py"))
-KNOWN = ("boxes", "ctc", "embedding", "image_decode", "labels", "table", "tokenize")
+KNOWN = ("boxes", "ctc", "embedding", "emulated", "image_decode", "labels", "table", "tokenize")
 
 
 @pytest.fixture
@@ -23,6 +23,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "characters.txt").write_text("a\nb\nc\n")
     (tmp_path / "features.json").write_text(
         json.dumps({"widths": {"numbers": 2, "texts": 0, "dense": 3, "categorical": 1}})
+    )
+    (tmp_path / "curve.json").write_text(
+        json.dumps({"name": "a device", "source": "a test", "rows": [1], "execution_us": [1]})
     )
     return {path.name: path for path in tmp_path.iterdir()}
 
@@ -35,6 +38,8 @@ def files(tmp_path: Path) -> dict[str, Path]:
         ("ctc", {}),
         ("embedding", {}),
         ("embedding", {"pooling": "none", "dims": "64"}),
+        ("emulated", {}),
+        ("emulated", {"input_size": "8", "output_size": "3"}),
         ("image_decode", {"size": "96"}),
         ("image_decode", {"data_type": "UINT8"}),
         ("image_decode", {"data_type": "FP16"}),

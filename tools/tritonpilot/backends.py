@@ -118,6 +118,11 @@ def _ctc(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
     return [_Tensor("logits", "FP32", (-1, -1))], [_Tensor("text", "BYTES", (1,)), _Tensor("score", "FP32", (1,))]
 
 
+def _emulated(parameters: Parameters, files: Files) -> Tensors:  # noqa: ARG001
+    takes, makes = (_number(parameters, f"{side}_size", 1) for side in ("input", "output"))
+    return [_Tensor("row", "FP32", (takes,))], [_Tensor("emulated", "FP32", (makes,))]
+
+
 _TENSORS: Mapping[str, Callable[[Parameters, Files], Tensors]] = {
     "image_decode": _image_decode,
     "labels": _labels,
@@ -126,6 +131,7 @@ _TENSORS: Mapping[str, Callable[[Parameters, Files], Tensors]] = {
     "table": _table,
     "boxes": _boxes,
     "ctc": _ctc,
+    "emulated": _emulated,
 }
 
 
