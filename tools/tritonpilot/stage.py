@@ -1,0 +1,205 @@
+"""How does a service behave with another setting? A real server for the time of a `with` block on which settings are tried.
+
+    with Stage(service, Path("models"), cpus=[0]) as stage:
+        stage.apply(Setting(queue_delay_us=2000, max_batch_size=64))
+        ...                                            # load on stage.endpoints.grpc, model stage.model, rows stage.samples
+        stage.server.check_alive()
+
+It serves a repository of its own in a temporary folder: nothing of the project is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tritonpilot import build, machine, repository, samples
+from tritonpilot.errors import ServerError, SpecError
+from tritonpilot.model_config import Target
+from tritonpilot.pipeline import parts
+from tritonpilot.server import EmbeddedServer, Endpoints
+from tritonpilot.setting import Setting
+from tritonpilot.spec import LatestVersions, Service, load_services
+
+EXIT_TIMEOUT_S = 5  # nobody but us waits for answers
+STEADY_TIMEOUT_S = 30.0
+IDLE_LOOK_S = 0.2
+IDLE_CORES = 0.1  # wakers and keep-alives of an idle server take below 0.02
+LOOKS = 2  # of an idle server, one after the other
+
+
+class Stage:
+    """A server with one service (a Triton model: see `setting.find`) under changing settings.
+
+    `models` is the folder of service files, for the models that a pipeline's driver calls. `cpus` pins the server;
+    `http_threads` as EmbeddedServer's. Errors: SpecError, ModelError, ServerError, HostError.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        models: Path = Path("models"),
+        *,
+        cpus: Sequence[int] | None = None,
+        http_threads: int = 0,
+        target: Target = "auto",
+        log_file: Path | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.service = service.model_copy(update={"version_policy": LatestVersions(latest=1)})
+        self.model = service.service
+        self.setting: Setting | None = None
+        """What is served now; None before the first `apply`, and after one that failed."""
+        self._models = models
+        self._cpus = cpus
+        self._http_threads = http_threads
+        self._target: Target = target
+        self._log_file = log_file
+        self._say = on_progress or (lambda _: None)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._server: EmbeddedServer | None = None
+
+    def __enter__(self) -> Stage:
+        self._folder = tempfile.TemporaryDirectory(prefix="tritonpilot-stage-")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._stop()
+        finally:
+            assert self._folder is not None
+            self._folder.cleanup()
+
+    @property
+    def server(self) -> EmbeddedServer:
+        """The running server. Raises ServerError before the first setting was applied."""
+        if self._server is None:
+            raise ServerError("Nothing is served on this stage yet. Apply a setting first.")
+        return self._server
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Where it listens; another address after a restart."""
+        return self.server.endpoints
+
+    @cached_property
+    def samples(self) -> dict[str, NDArray[Any]]:
+        """The real rows of the service: input name -> [rows, ...]. Raises SpecError when it names none."""
+        if self.service.samples is None:
+            raise SpecError(
+                f"{self.service.path} names no samples for {self.model}, and a measurement sends real rows. Nothing was "
+                "measured. Set `samples` of the model or pipeline."
+            )
+        return samples.read(self.service.samples)
+
+    def apply(self, setting: Setting) -> None:
+        """Serve the service with this setting; returns when it has answered a real row, the old instances are gone and the
+        server idles.
+
+        After an error `setting` is None. A setting that Triton refuses leaves the earlier one served.
+        """
+        wanted = setting.applied(self.service)
+        if self._server is not None and not self._server.is_alive():
+            self._stop()
+        if setting == self.setting and self._server is not None:
+            return
+        self.setting = None
+        publishes = repository.publish(self._root, build.folders(build.plan([wanted, *self._called()], self._target)))
+        if self._server is None:
+            self._start()
+        else:
+            self._server.load(self.model)
+        for change in publishes:
+            self._forget_versions_below(change.version, change.name)
+        self._wait_steady(setting.instances)
+        self.setting = setting
+        self._say(f"{self.model} is served with {setting.describe()}")
+
+    def restart(self) -> None:
+        """Start the server again with what it served last, at a new address; for one that died, or that is no longer trusted."""
+        setting = self.setting
+        self._stop()
+        if setting is not None:
+            self.apply(setting)
+
+    def _stop(self) -> None:
+        self.setting = None
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.stop()
+
+    @property
+    def _root(self) -> Path:
+        if self._folder is None:
+            raise ServerError("This stage was not set up. Enter its `with` block first.")
+        root = Path(self._folder.name, "model_repository")
+        root.mkdir(exist_ok=True)
+        return root
+
+    def _called(self) -> list[Service]:
+        """What a pipeline's driver calls, as its own service files say."""
+        named = str(self.service.model.parameters.get("pilot_steps", "")) if self.service.model is not None else ""
+        names = set(named.split(",")) if named else set()
+        if not names:
+            return []
+        everything = (part for service in load_services(self._models) for part in parts(service))
+        return [part for part in everything if part.service in names]
+
+    def _start(self) -> None:
+        server = EmbeddedServer(
+            self._root,
+            cpus=self._cpus,
+            http_threads=self._http_threads,
+            log_file=self._log_file,
+            probe_inputs=self._probe_inputs(),
+            on_progress=self._say,
+            exit_timeout_s=EXIT_TIMEOUT_S,
+        )
+        server.start()
+        self._server = server
+
+    def _probe_inputs(self) -> Mapping[str, Mapping[str, NDArray[Any]]]:
+        return {
+            part.service: samples.first_request(samples.read(part.samples), is_batched=part.batching.max_batch_size > 0)
+            for part in (self.service, *self._called())
+            if part.samples is not None
+        }
+
+    def _forget_versions_below(self, newest: int, name: str) -> None:
+        """Old precisions of a large model would fill the disk; Triton has loaded the newest alone."""
+        for version in repository.versions(self._root, name):
+            if version < newest:
+                shutil.rmtree(self._root / name / str(version))
+
+    def _wait_steady(self, instances: int) -> None:
+        """Wait until the old copy's stubs have ended and the server does nothing. Raises ServerError when that takes too long."""
+        server = self.server
+        deadline = time.monotonic() + STEADY_TIMEOUT_S
+        idle = 0
+        used = machine.tree_cpu_s(server.pid)
+        seen = time.monotonic()
+        while idle < LOOKS:
+            time.sleep(IDLE_LOOK_S)
+            server.check_alive()
+            before, used = used, machine.tree_cpu_s(server.pid)
+            looked, seen = seen, time.monotonic()
+            stubs = len(machine.stub_pids(server.pid).get(self.model, []))
+            is_idle = (used - before) / (seen - looked) < IDLE_CORES and stubs in (0, instances)
+            idle = idle + 1 if is_idle else 0
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{self.model} answers, but its server did not come to rest in {STEADY_TIMEOUT_S:g} s: {stubs} stubs for "
+                    f"{instances} instances, {(used - before) / (seen - looked):.2f} cores busy. Nothing was measured. "
+                    f"Look at {os.fspath(server.log_file)}, and at who else sends it requests."
+                )
