@@ -9,6 +9,7 @@ it is also read within a second of a change.
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import signal
 import time
@@ -99,6 +100,8 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
             f"The entry cannot listen at {settings.host}: {error.strerror or error}. Nothing was started. Give an address of this "
             "machine with --host."
         ) from None
+    gc.collect()
+    gc.freeze()  # what was imported stays: a full collection would halt every request for it, 50 ms and more
     upkeep = loop.create_task(desk.keep_up())
     try:
         on_ready(endpoints)
