@@ -131,7 +131,8 @@ def _places(values: FloatArray) -> npt.NDArray[np.int64]:
     """The bucket of each value: its power of two, and the next ten bits."""
     fraction, exponent = np.frexp(np.maximum(values, 1.0))  # fraction in [0.5, 1)
     places = (exponent.astype(np.int64) - 1) * PER_OCTAVE + ((fraction * 2 - 1) * PER_OCTAVE).astype(np.int64)
-    return np.minimum(places, OCTAVES * PER_OCTAVE - 1)
+    found: npt.NDArray[np.int64] = np.minimum(places, OCTAVES * PER_OCTAVE - 1)
+    return found
 
 
 def _middle_us(place: int) -> float:

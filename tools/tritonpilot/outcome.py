@@ -172,7 +172,7 @@ def _series(
         Second(
             second,
             *(int(count[second]) for count in counts),
-            p99_ms=_p99_ms(good_us[edges[second] : edges[second + 1]]),
+            _p99_ms(good_us[edges[second] : edges[second + 1]]),
         )
         for second in range(length)
     )
