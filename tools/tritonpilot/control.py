@@ -89,6 +89,7 @@ class ModelStatistics:
     cache_hit: Duration
     cache_miss: Duration
     batch_executions: Mapping[int, int]
+    batch_ns: Mapping[int, int]  # time of all executions of that many rows: input, inference and output
 
 
 class Control:
@@ -327,5 +328,9 @@ def _statistics(model: service_pb2.ModelStatistics) -> ModelStatistics:
         inference_count=model.inference_count,
         execution_count=model.execution_count,
         batch_executions={batch.batch_size: batch.compute_infer.count for batch in model.batch_stats},
+        batch_ns={
+            batch.batch_size: batch.compute_input.ns + batch.compute_infer.ns + batch.compute_output.ns
+            for batch in model.batch_stats
+        },
         **counters,
     )

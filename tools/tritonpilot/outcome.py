@@ -165,17 +165,14 @@ def _series(
     due = traffic.at_s.astype(np.int64)
     answered = (traffic.at_s[is_good] + latency_us[is_good] / 1e6).astype(np.int64)
     length = int(max(due.max(), answered.max(initial=0))) + 1
-    counts = [np.bincount(each, minlength=length) for each in (due, answered, due[~is_good], due[in_slo])]
+    offered, answers, errors, within = (
+        np.bincount(each, minlength=length).tolist() for each in (due, answered, due[~is_good], due[in_slo])
+    )
     edges = np.searchsorted(due[is_good], np.arange(length + 1))
     good_us = latency_us[is_good]
-    return tuple(
-        Second(
-            second,
-            *(int(count[second]) for count in counts),
-            _p99_ms(good_us[edges[second] : edges[second + 1]]),
-        )
-        for second in range(length)
-    )
+    p99_ms = [_p99_ms(good_us[edges[second] : edges[second + 1]]) for second in range(length)]
+    rows = zip(range(length), offered, answers, errors, within, p99_ms, strict=True)
+    return tuple(Second(*row) for row in rows)
 
 
 def _p99_ms(latency_us: FloatArray) -> float:

@@ -89,6 +89,11 @@ class Stage:
         return self._server
 
     @property
+    def has_died(self) -> bool:
+        """Whether there was a server, and it ended by itself: `apply` and `restart` start it again."""
+        return self._server is not None and not self._server.is_alive()
+
+    @property
     def endpoints(self) -> Endpoints:
         """Where it listens; another address after a restart."""
         return self.server.endpoints
@@ -110,7 +115,7 @@ class Stage:
         After an error `setting` is None. A setting that Triton refuses leaves the earlier one served.
         """
         wanted = setting.applied(self.service)
-        if self._server is not None and not self._server.is_alive():
+        if self.has_died:
             self._stop()
         if setting == self.setting and self._server is not None:
             return

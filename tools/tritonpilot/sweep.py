@@ -39,6 +39,7 @@ def measure(
     percentile: int | None = None,
     parameters: Mapping[str, int | str | bool] | None = None,
     shared_memory: Literal["none", "system"] = "none",
+    distribution: Literal["constant", "poisson"] = "poisson",
     cpus: Sequence[int] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Iterator[Point]:
@@ -63,6 +64,7 @@ def measure(
                 batch=batch,
                 concurrency=concurrency,
                 request_rate_per_s=rate,
+                distribution=distribution,
                 window_ms=window_ms,
                 stability_pct=stability_pct,
                 max_windows=perf_analyzer.WINDOWS,
