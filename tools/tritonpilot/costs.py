@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ FloatArray = npt.NDArray[np.float64]
 
 SHARES = 101  # quantiles of a spread: 0 %, 1 %, ..., 100 %
 STEADY = (1.0,) * SHARES
+_CPU_TIMES = ("front_us", "front_row_us", "reply_us", "wire_us", "host_us", "host_request_us")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ class Costs:
         """
         return float(execution_curve(self, np.array([rows], dtype=np.float64))[0]) + self.request_us * requests
 
+    def scaled(self, by: float) -> Costs:
+        """What everything costs on a machine on which all takes `by` times as long: a device that is not the CPU stays as it is."""
+        times = {name: getattr(self, name) * by for name in _CPU_TIMES}
+        if self.is_on_cpu:
+            times["execution_us"] = tuple(value * by for value in self.execution_us)
+            times["request_us"] = self.request_us * by
+        return replace(self, **times)
+
     def as_dict(self) -> dict[str, Any]:
         """What `of_dict` reads; plain JSON values."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
@@ -78,8 +87,9 @@ class Costs:
             raise SpecError(
                 f"The file of costs {what}. Nothing is simulated with it. Known are {', '.join(sorted(known))}."
             )
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in said.items()}
         try:
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in said.items()})
+            return cls(**values)
         except TypeError as error:
             raise SpecError(
                 f"The file of costs holds a value of the wrong type ({error}). Nothing is simulated with it. Measure again."
@@ -113,9 +123,11 @@ def execution_curve(costs: Costs, rows: FloatArray) -> FloatArray:
     """Mean execution time for each number of rows, us, without what is added for each request."""
     known, times = np.array(costs.rows, dtype=np.float64), np.array(costs.execution_us, dtype=np.float64)
     if len(known) == 1:
-        return times[0] * np.maximum(rows / known[0], 1.0)
+        only: FloatArray = times[0] * np.maximum(rows / known[0], 1.0)
+        return only
     slope = (times[-1] - times[-2]) / (known[-1] - known[-2])
-    return np.interp(rows, known, times) + np.maximum(rows - known[-1], 0.0) * max(slope, 0.0)
+    found: FloatArray = np.interp(rows, known, times) + np.maximum(rows - known[-1], 0.0) * max(slope, 0.0)
+    return found
 
 
 def _wrong(costs: Costs) -> list[str]:

@@ -1,0 +1,252 @@
+"""How far is the simulator from the real server? Random settings and loads, the same arrivals sent to one and given to the other.
+
+Half of them on an emulated accelerator, half on `ctr` with requests of mixed sizes; with classes and without, one instance and two,
+20 to 85 % of what the setting can do. Costs are measured in a few seconds beforehand, never from the load that is predicted.
+How fast the machine is just then, which changes on shared hosts, is looked at before and after each load; a load during which it
+changed is sent again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perf import emulated, machine
+from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome, median, spread
+from perf.subjects import services
+from tritonpilot import build, load, model_config
+from tritonpilot.arrivals import Stream, traffic
+from tritonpilot.costs import Costs
+from tritonpilot.errors import MeasurementError
+from tritonpilot.profile import Profile, profile, speed
+from tritonpilot.setting import Setting
+from tritonpilot.simulate import Batcher, simulate
+from tritonpilot.spec import Service
+from tritonpilot.stage import Stage
+
+SETTINGS, LOADS = 4, 4  # of each subject; so 64 less what QUICK leaves out
+SECONDS = 6.0
+MOST_REQUESTS_PER_S = 2500.0  # a sender on one core must not be what is measured
+LEAST_REQUESTS = 500  # for a P99
+LOAD_LEAST, LOAD_MOST = 0.2, 0.85
+SPEED_CHANGE = 0.1  # between before and after a load
+THROUGHPUT_ERROR = 0.05
+SEEDS = 5  # of the simulated spread; the median of their P99
+DELAYS_US = (0, 500, 1000, 2000, 5000)
+EMULATED_CLASSES = """\
+batching: {max_batch_size: 64}
+classes:
+  - {name: high, priority: 1, max_queue_size: 2000}
+  - {name: low, priority: 2, max_queue_size: 2000}
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A service under test, and what is asked of it."""
+
+    name: str
+    service: Service
+    is_on_cpu: bool
+    batch_sizes: tuple[int, ...]
+    instances: tuple[int, ...]
+    rows: Mapping[int, float]  # size of a request -> weight
+    classes: Mapping[str, float]  # class -> its part of the requests; "" is none
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One load, measured and simulated."""
+
+    subject: str
+    setting: str
+    load: float
+    rate_per_s: float
+    requests: int
+    p50_ms: float
+    p99_ms: float
+    throughput_per_s: float
+    mean_batch: float
+    simulated_p50_ms: float
+    simulated_p99_ms: float
+    simulated_throughput_per_s: float
+    simulated_mean_batch: float
+    speed: float
+
+    @property
+    def p99_error(self) -> float:
+        return self.simulated_p99_ms / self.p99_ms - 1
+
+    @property
+    def throughput_error(self) -> float:
+        return self.simulated_throughput_per_s / self.throughput_per_s - 1
+
+
+def simulator_error(bench: Bench) -> Outcome:
+    """Median of the absolute relative errors of P99."""
+    random = np.random.default_rng(11)
+    trials: list[Trial] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tritonpilot-proof-")))
+        core = bench.cores.server
+        for subject in _subjects(folder):
+            with Stage(subject.service, PROJECT / "models", cpus=[core], on_progress=bench.say) as stage:
+                trials += _trials(bench, subject, stage, random)
+    errors = [abs(trial.p99_error) for trial in trials]
+    throughput = [abs(trial.throughput_error) for trial in trials]
+    by_subject = {
+        name: round(median([abs(t.p99_error) for t in trials if t.subject == name]), 4)
+        for name in dict.fromkeys(t.subject for t in trials)
+    }
+    return Outcome(
+        median(errors),
+        spread=spread(errors),
+        rounds=len(trials),
+        ok=median(throughput) <= THROUGHPUT_ERROR,
+        details={
+            "throughput_error": round(median(throughput), 4),
+            "p99_error_quartiles": [round(float(value), 4) for value in np.quantile(errors, (0.25, 0.75, 1.0))],
+            "p99_error_by_subject": by_subject,
+            "trials": [_shown(trial) for trial in trials],
+        },
+    )
+
+
+def _subjects(folder: Path) -> list[Subject]:
+    accelerators = emulated.services_of(
+        folder, {"emulated_v100": "batching: {max_batch_size: 64}", "emulated_v100_classes": EMULATED_CLASSES}
+    )
+    ctr = services(["ctr"])["ctr"]
+    plain = ctr.model_copy(update={"classes": (), "default_class": None})
+    two = {"high": 0.3, "low": 0.7}
+    one_row, mixed = {1: 0.7, 2: 0.2, 8: 0.1}, {1: 0.5, 4: 0.2, 16: 0.2, 64: 0.1}
+    return [
+        Subject("emulated", accelerators["emulated_v100"], False, (8, 16, 32, 64), (1, 2), one_row, {"": 1}),
+        Subject("emulated, classes", accelerators["emulated_v100_classes"], False, (8, 16, 32, 64), (1,), one_row, two),
+        Subject("ctr", plain, True, (64, 128, 256), (1,), mixed, {"": 1}),
+        Subject("ctr, classes", ctr, True, (64, 128, 256), (1,), mixed, {"realtime": 0.9, "batch": 0.1}),
+    ]
+
+
+def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Generator) -> list[Trial]:
+    settings, loads = (1, 2) if bench.quick else (SETTINGS, LOADS)
+    largest = max(subject.batch_sizes)
+    stage.apply(Setting(queue_delay_us=500, max_batch_size=largest))
+    with machine.pinned(bench.cores.client):
+        known = profile(
+            stage.server,
+            stage.model,
+            stage.samples,
+            max_batch_size=largest,
+            is_on_cpu=subject.is_on_cpu,
+            on_progress=bench.say,
+        )
+    found = []
+    for _ in range(settings):
+        setting = Setting(
+            queue_delay_us=int(random.choice(DELAYS_US)),
+            max_batch_size=int(random.choice(subject.batch_sizes)),
+            instances=int(random.choice(subject.instances)),
+        )
+        stage.apply(setting)
+        batcher = Batcher.of(_config(setting.applied(subject.service)))
+        for _ in range(loads):
+            wanted, seed = float(random.uniform(LOAD_LEAST, LOAD_MOST)), int(random.integers(1 << 30))
+            with machine.pinned(bench.cores.client):
+                found += bench.rounds(
+                    1,
+                    lambda: _trial(bench, subject, stage, setting, batcher, known, wanted, seed),  # noqa: B023
+                    check=stage.server.check_alive,
+                    retries=bench.noisy_rounds + 4,
+                )
+            last = found[-1]
+            bench.say(
+                f"{last.subject}, {last.setting}, load {last.load:.2f} of {last.rate_per_s:.0f}/s: P99 {last.p99_ms:.1f} ms, "
+                f"simulated {last.simulated_p99_ms:.1f} ms ({last.p99_error:+.1%}); P50 {last.p50_ms:.1f}, "
+                f"{last.simulated_p50_ms:.1f} ms; batch {last.mean_batch:.1f}, {last.simulated_mean_batch:.1f} rows"
+            )
+    return found
+
+
+def _trial(
+    bench: Bench,
+    subject: Subject,
+    stage: Stage,
+    setting: Setting,
+    batcher: Batcher,
+    known: Profile,
+    wanted: float,
+    seed: int,
+) -> Trial:
+    before = speed(stage.server, stage.model, stage.samples, known)
+    rate = min(wanted * _capacity_per_s(subject, known.costs.scaled(before), setting), MOST_REQUESTS_PER_S)
+    streams = [
+        Stream(name or "all", rate * part, rows=dict(subject.rows), caller_class=name, priority=place if name else 0)
+        for place, (name, part) in enumerate(subject.classes.items(), start=1)
+    ]
+    seconds = max(2.0 if bench.quick else SECONDS, LEAST_REQUESTS / rate)
+    sent = traffic(streams, seconds, seed)
+    executed = stage.server.control().statistics(stage.model)[-1]
+    real, facts = load.run(load.Target(stage.endpoints.http, "http"), stage.model, stage.samples, sent, streams)
+    now = stage.server.control().statistics(stage.model)[-1]
+    after = speed(stage.server, stage.model, stage.samples, known)
+    if facts.is_limit:
+        raise NoisyRoundError(facts.reason)
+    if real.errors:
+        raise MeasurementError(f"Requests failed: {dict(real.errors)}. Nothing is reported. Look at the server's log.")
+    if abs(after / before - 1) > SPEED_CHANGE:
+        raise NoisyRoundError(
+            f"the core's speed changed: things took {before:.2f} times as long before and {after:.2f} after"
+        )
+    by = (before + after) / 2
+    costs = known.costs.scaled(by)
+    simulated = [simulate(batcher, costs, sent, streams, seed=number) for number in range(SEEDS)]
+    return Trial(
+        subject=subject.name,
+        setting=setting.describe(),
+        load=rate / _capacity_per_s(subject, costs, setting),
+        rate_per_s=rate,
+        requests=len(sent),
+        p50_ms=real.p_ms(0.5),
+        p99_ms=real.p_ms(0.99),
+        throughput_per_s=real.throughput_per_s,
+        mean_batch=(now.inference_count - executed.inference_count) / (now.execution_count - executed.execution_count),
+        simulated_p50_ms=median([each.outcome.p_ms(0.5) for each in simulated]),
+        simulated_p99_ms=median([each.outcome.p_ms(0.99) for each in simulated]),
+        simulated_throughput_per_s=median([each.outcome.throughput_per_s for each in simulated]),
+        simulated_mean_batch=median([each.mean_rows for each in simulated]),
+        speed=by,
+    )
+
+
+def _capacity_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
+    """Requests per second that the setting can do: full batches back to back, and the cores that requests need besides."""
+    size = sum(rows * part for rows, part in subject.rows.items())
+    batch = setting.max_batch_size
+    requests = batch / size
+    execution_us = costs.execution_mean_us(batch, requests)
+    each_us = costs.front_us + costs.front_row_us * size + costs.reply_us
+    if costs.is_on_cpu:
+        return requests / (execution_us + requests * each_us) * 1e6 * costs.cores
+    cpu_us = each_us + (costs.host_us + costs.host_request_us * requests) / requests
+    return min(setting.instances * requests / execution_us, costs.cores / cpu_us) * 1e6
+
+
+def _config(service: Service) -> model_config.ModelConfig:
+    (plan,) = build.plan([service], "auto")
+    return model_config.parse(plan.folder.config_text, service.service)
+
+
+def _shown(trial: Trial) -> dict[str, Any]:
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(trial).items()}
+    return {
+        **rounded,
+        "p99_error": round(trial.p99_error, 4),
+        "throughput_error": round(trial.throughput_error, 4),
+    }
