@@ -108,18 +108,21 @@ class _Sender:
         return self._log
 
     def _begin(self, request: int) -> None:
-        if self._free:
-            connection = self._free.pop()
-        elif len(self._all) < self._most:
-            opened = self._open(request)
-            if opened is None:
-                return
-            connection = opened
-        else:
+        if not self._started(request):
             self._waiting.append(request)
             self._log.waited_for_connection += 1
-            return
-        self._put(connection, request)
+
+    def _started(self, request: int) -> bool:
+        """Whether there was a connection for the request, or room for one."""
+        if self._free:
+            self._put(self._free.pop(), request)
+        elif len(self._all) < self._most:
+            opened = self._open(request)
+            if opened is not None:
+                self._put(opened, request)
+        else:
+            return False
+        return True
 
     def _put(self, connection: _Connection, request: int) -> None:
         """Send a request on a connection that has none."""
@@ -221,12 +224,10 @@ class _Sender:
             self._log.fail(request, kind_of(f"HTTP {status}", text), text or status, now)
         if connection.left is not None or CLOSE in received[:end].partition(HEAD_END)[0].lower():
             self._drop(connection)
-        elif self._waiting:
-            self._put(connection, self._waiting.popleft())
-            return
         else:
             self._free.append(connection)
-        self._next()
+        if self._waiting:
+            self._next()
 
     def _lose(self, connection: _Connection, why: str) -> None:
         """The connection broke; so did its request."""
@@ -247,11 +248,9 @@ class _Sender:
         connection.socket.close()
 
     def _next(self) -> None:
-        """There may be room for a request that waits for a connection."""
-        while self._waiting and (self._free or len(self._all) < self._most):
-            self._log.waited_for_connection -= 1  # it was counted when it was due
-            self._begin(self._waiting.popleft())
-            self._log.waited_for_connection += 1
+        """Send what waits for a connection, as far as there is room."""
+        while self._waiting and self._started(self._waiting[0]):
+            self._waiting.popleft()
 
     def _give_up(self, now: float) -> None:
         """Fail the requests that have waited for longer than the patience."""
