@@ -112,7 +112,7 @@ class Stage:
         """Serve the service with this setting; returns when it has answered a real row, the old instances are gone and the
         server idles.
 
-        After an error `setting` is None. A setting that Triton refuses leaves the earlier one served.
+        After an error nothing is served and `setting` is None; the next call starts a new server.
         """
         wanted = setting.applied(self.service)
         if self.has_died:
@@ -121,13 +121,18 @@ class Stage:
             return
         self.setting = None
         publishes = repository.publish(self._root, build.folders(build.plan([wanted, *self._called()], self._target)))
-        if self._server is None:
-            self._start()
-        else:
-            self._server.load(self.model)
+        try:
+            if self._server is None:
+                self._start()
+            else:
+                self._server.load(self.model)
+            self._wait_steady(setting.instances)
+        except ServerError:
+            if not self.has_died:
+                self._stop()  # its index would go on naming the version that failed
+            raise
         for change in publishes:
             self._forget_versions_below(change.version, change.name)
-        self._wait_steady(setting.instances)
         self.setting = setting
         self._say(f"{self.model} is served with {setting.describe()}")
 

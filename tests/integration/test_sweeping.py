@@ -1,0 +1,157 @@
+"""A sweep on the real server that dies in it, answers a part of the rows with errors, and is changed between its points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tritonpilot import perf_analyzer_binary
+from tritonpilot.errors import ServerError
+from tritonpilot.grid import Effort, Row, Trial, run
+from tritonpilot.setting import Setting
+from tritonpilot.spec import load_service
+from tritonpilot.stage import Stage
+
+pytestmark = pytest.mark.server
+
+SERVICE = """\
+service: touchy
+model:
+  backend: python
+  file: serving.py
+  samples: samples.npz
+  inputs: [{name: x, data_type: FP32, dims: [1]}]
+  outputs: [{name: y, data_type: FP32, dims: [1]}]
+batching: {max_batch_size: 8, queue_delay_us: 500}
+"""
+# Kills its server once when the file `deadly` is there; refuses negative rows while the file `strict` is.
+SERVING = """
+import os
+import signal
+
+import triton_python_backend_utils as pb_utils
+
+FOLDER = {folder!r}
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        deadly = os.path.join(FOLDER, "deadly")
+        if os.path.exists(deadly):
+            os.remove(deadly)
+            os.kill(os.getppid(), signal.SIGKILL)
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            if x.min() < 0 and os.path.exists(os.path.join(FOLDER, "strict")):
+                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("negative rows are not served")))
+            else:
+                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]))
+        return responses
+"""
+EFFORT = Effort(window_ms=250, attempts=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "touchy"
+    path.mkdir()
+    (path / "service.yaml").write_text(SERVICE)
+    (path / "serving.py").write_text(SERVING.format(folder=str(path)))
+    np.savez(path / "samples.npz", x=np.where(np.arange(20) % 4 == 3, -1, 1).astype(np.float32).reshape(20, 1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stage(folder: Path) -> Iterator[Stage]:
+    with Stage(load_service(folder / "service.yaml"), folder.parent) as running:
+        yield running
+
+
+def measured(row: Row) -> tuple[float, str]:
+    assert row.point is not None, row.failure
+    assert row.point.p99_ms >= row.point.p50_ms > 0
+    assert sum(row.batch_sizes.values()) > 0
+    return row.point.throughput_infer_s, row.tool
+
+
+def test_sweep_goes_on_after_a_death_and_changes_settings(stage: Stage, folder: Path) -> None:
+    now = Setting.of(stage.service)
+    stage.apply(now)
+    trials = [Trial(now, concurrency=8), Trial(replace(now, queue_delay_us=0, max_batch_size=4), rows=4, concurrency=2)]
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        if line.startswith("[1/2]"):
+            (folder / "deadly").touch()
+
+    kept: list[Row] = []
+    rows = list(run(stage, trials, keep=kept.append, effort=EFFORT, on_progress=hear))
+    assert [measured(row)[1] for row in rows] == ["perf_analyzer"] * 2
+    assert kept == rows
+    assert rows[0].notes[0] == "tritonserver died by SIGKILL while it was measured, and was started again"
+    assert rows[1].batch_sizes.keys() == {4}
+    assert stage.setting == trials[1].setting
+    assert any(line.endswith("left") for line in said)
+    # What is known is not measured again.
+    assert list(run(stage, trials, known=dict(zip(trials, rows, strict=True)), keep=kept.append)) == rows
+    assert len(kept) == 2
+
+
+def test_rows_that_the_model_refuses_are_counted_instead_of_ending_the_measurement(stage: Stage, folder: Path) -> None:
+    served = stage.setting or Setting.of(stage.service)
+    (folder / "strict").touch()
+    try:
+        (row,) = run(stage, [Trial(served, concurrency=4)], effort=EFFORT)
+    finally:
+        (folder / "strict").unlink()
+    assert measured(row)[1] == "load"
+    assert 0.15 < row.failed_share < 0.35  # every fourth row
+    assert any("perf_analyzer failed: Requests failed during the measurement" in note for note in row.notes)
+    assert any("negative rows are not served" in note for note in row.notes)
+
+
+def test_crashing_perf_analyzer_is_replaced_and_named(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "perf_analyzer"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Perf Analyzer Version 9.9 && exit\nkill -SEGV $$\n')
+    script.chmod(0o755)
+    monkeypatch.setenv(perf_analyzer_binary.ENV, str(script))
+    perf_analyzer_binary.find.cache_clear()
+    try:
+        (row,) = run(stage, [Trial(stage.setting or Setting.of(stage.service), rows=2, rate_per_s=60.0)], effort=EFFORT)
+    finally:
+        perf_analyzer_binary.find.cache_clear()
+    assert measured(row)[1] == "load"
+    assert "perf_analyzer gave up" in row.notes[0]
+    assert "exit code -11" in row.notes[0]
+
+
+def test_setting_that_triton_refuses_costs_its_own_points_alone(stage: Stage, folder: Path) -> None:
+    good = Setting.of(stage.service)
+    working = (folder / "serving.py").read_text()
+    stage.apply(good)
+    (folder / "serving.py").write_text("raise RuntimeError('no memory for so many instances')")
+    bad = replace(good, instances=3)
+    try:
+        rows = list(run(stage, [Trial(bad, concurrency=1), Trial(bad, concurrency=2)], effort=EFFORT))
+    finally:
+        (folder / "serving.py").write_text(working)
+    assert [row.point for row in rows] == [None, None]
+    assert "no memory for so many instances" in rows[0].failure
+    assert rows[1].failure == rows[0].failure
+    stage.apply(good)
+    assert stage.setting == good
+
+
+def test_stage_that_was_not_set_up_says_so(stage: Stage) -> None:
+    with pytest.raises(ServerError, match="Nothing is served on this stage yet"):
+        Stage(stage.service).endpoints  # noqa: B018
+    with pytest.raises(ServerError, match="was not set up"):
+        Stage(stage.service).apply(Setting.of(stage.service))
