@@ -15,7 +15,7 @@ from tritonpilot import columns, machine, perf_analyzer_binary, spec
 from tritonpilot import setting as settings
 from tritonpilot.commands.options import MODELS, Cpus, Json, Models, TargetOption, cpu_list, narrate, numbers, show
 from tritonpilot.errors import HostError, MeasurementError
-from tritonpilot.grid import Effort, Grid, Store, Trial, choose, keys, run
+from tritonpilot.grid import Effort, Grid, Row, Store, Trial, choose, keys, run
 from tritonpilot.grid import report as reports
 from tritonpilot.grid.measure import Tool
 from tritonpilot.grid.row import COLUMNS
@@ -109,8 +109,9 @@ def command(
     _warn_of_cores(trials, server_cpus)
     with Stage(chosen, models, cpus=cpu_list(server_cpus), target=target, on_progress=narrate) as stage:
         stage.samples  # noqa: B018 -- a service without samples is refused before anything is started
-        found = list(
-            run(
+        found: list[Row] = []
+        try:
+            found += run(
                 stage,
                 trials,
                 known=known,
@@ -119,7 +120,12 @@ def command(
                 tool=sender,
                 on_progress=narrate,
             )
-        )
+        except KeyboardInterrupt:
+            kept = len(store.rows(names))
+            narrate(
+                f"ended; {kept} of {len(trials)} points are kept in {store.file}, and the same command goes on there"
+            )
+            raise
     limit_ms = slo_ms if slo_ms is not None else _promise_ms(chosen)
     promised = chosen.slo.rate_per_s if chosen.slo is not None else None
     choice = choose(found, slo_ms=limit_ms, now=Setting.of(chosen), rate_per_s=promised)
