@@ -1,0 +1,191 @@
+"""`tritonpilot tune`: which setting serves a service best within its SLO, and, when asked, written into its file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Optional, cast
+
+import typer
+
+from tritonpilot import setting as settings
+from tritonpilot import spec
+from tritonpilot.commands.options import MODELS, Cpus, Json, Models, TargetOption, cpu_list, narrate, numbers
+from tritonpilot.errors import HostError, MeasurementError
+from tritonpilot.load import scenario as scenarios
+from tritonpilot.setting import PRECISIONS, Precision
+from tritonpilot.tune import Space, Tuned, Wish, rewrite, tune
+
+EPILOG = "Example: tritonpilot tune ctr --rate 2000 --slo-ms 20; tritonpilot tune ctr --rate max --write"
+
+
+def command(
+    service: Annotated[str, typer.Argument(help="Service, or one model of a pipeline (image_net).", metavar="NAME")],
+    rate: Annotated[
+        str, typer.Option(help="Requests per second; max: the most within the SLO. Default: slo.rate_per_s.")
+    ] = "",
+    slo_ms: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="P99 that is promised, ms. Default: slo.p99_ms.", min=0.001),
+    ] = None,
+    mix: Annotated[
+        str, typer.Option(help="Parts of the classes, as realtime:9,batch:1. Default: the default class alone.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="Rows of a request, or sizes with weights, as 1:8,64:2.")] = "1",
+    scenario: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Scenario file with the streams (docs/load.md), instead of rate, mix and rows."),
+    ] = None,
+    max_batch: Annotated[str, typer.Option(help="Choose max_batch_size from this list only.", metavar="LIST")] = "",
+    delay_us: Annotated[str, typer.Option(help="Choose queue_delay_us from this list only.", metavar="LIST")] = "",
+    instances: Annotated[str, typer.Option(help="Choose the instances from this list only.", metavar="LIST")] = "",
+    threads: Annotated[str, typer.Option(help="Choose threads per instance from this list only.", metavar="LIST")] = "",
+    precision: Annotated[
+        str, typer.Option(help="Choose from these only: fp32, fp16, bf16, int8.", metavar="LIST")
+    ] = "",
+    memory_mb: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Memory of tritonserver and its stubs together, at most.", min=1),
+    ] = None,
+    verify: Annotated[int, typer.Option(help="Best settings to try on the real server.", min=0, max=20)] = 3,
+    seconds: Annotated[float, typer.Option(help="How long each of them serves.", min=1, max=600)] = 6.0,
+    server_cpus: Annotated[str, typer.Option(help="Pin the server to these CPUs.", metavar="LIST")] = "",
+    cpus: Cpus = "",
+    target: TargetOption = "auto",
+    seed: Annotated[int, typer.Option(help="Of arrivals and simulation.", min=0)] = 0,
+    write: Annotated[bool, typer.Option("--write", help="Write the choice into the service file.")] = False,
+    evidence: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="JSON of what was measured and simulated. Default: build/tune-NAME.json of the service."),
+    ] = None,
+    models: Models = MODELS,
+    as_json: Json = False,
+) -> None:
+    """Choose queue delay, batch, instances, threads, precision and queue limits for the SLO; verified on a real server."""
+    chosen = settings.find(spec.load_services(models), service)
+    highest = rate == "max"
+    space = Space(
+        max_batch_sizes=_whole(max_batch, "--max-batch"),
+        queue_delays_us=_delays(delay_us),
+        instances=_whole(instances, "--instances"),
+        threads=_whole(threads, "--threads"),
+        precisions=_precisions(precision),
+    )
+    if scenario is not None:
+        if rate not in ("", "max") or mix or rows != "1":
+            raise typer.BadParameter("the scenario says rate, mix and rows itself", param_hint="--scenario")
+        wish = Wish(scenarios.streams(scenarios.read(scenario), chosen), highest, space, memory_mb)
+        wish = wish if slo_ms is None else wish.with_slo(slo_ms)
+    else:
+        wish = Wish.of(
+            chosen,
+            rate_per_s=None if highest or not rate else numbers(rate, "--rate", float)[0],
+            slo_ms=slo_ms,
+            mix=_weights(mix, "--mix") if mix else None,
+            rows=_rows(rows),
+            is_rate_open=highest,
+            space=space,
+            memory_mb=memory_mb,
+        )
+    path = evidence or chosen.folder / "build" / f"tune-{chosen.service}.json"
+    _check_writable(path)
+    if write and not os.access(chosen.path.parent, os.W_OK):
+        raise HostError(f"{chosen.path.parent} cannot be written to, so --write has no use. Nothing was measured.")
+    found = tune(
+        chosen,
+        wish,
+        models=models,
+        cpus=cpu_list(server_cpus),
+        client_cpus=cpu_list(cpus),
+        verified=verify,
+        verify_s=seconds,
+        target=target,
+        seed=seed,
+        on_progress=narrate,
+    )
+    _write_evidence(path, found)
+    text = rewrite.rewritten(chosen.path.read_text(encoding="utf-8"), chosen, found.setting.applied(chosen))
+    if write and found.is_reached and found.setting != found.now:
+        rewrite.checked(chosen.path, text, chosen.service, found.setting)
+    diff = rewrite.difference(chosen.path, text)
+    if as_json:
+        print(json.dumps({**found.as_dict(), "diff": diff, "evidence": str(path)}, indent=2))
+    else:
+        print(found.reason)
+        print(f"\n{diff}" if diff else f"\n{chosen.path} says so already.")
+    narrate(f"measured, simulated and chosen in {found.seconds_in_all:.0f} s; the evidence is {path}")
+    if not found.is_reached:
+        raise MeasurementError(
+            f"The SLO of {chosen.service} is out of reach here: see above for what is reachable. {chosen.path} is as it was. "
+            "Promise less, allow more (--instances, --threads, --precision), or use more servers (`tritonpilot plan`)."
+        )
+    if write and diff:
+        rewrite.write(chosen.path, text)
+        narrate(f"{chosen.path} is written; `tritonpilot build` puts it into the repository")
+    elif diff:
+        narrate("nothing was written; --write does")
+
+
+def _check_writable(path: Path) -> None:
+    """Raise HostError now rather than after the measurements."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise HostError(
+            f"The evidence cannot be written to {path} ({error}). Nothing was measured. Say --evidence FILE."
+        ) from error
+
+
+def _write_evidence(path: Path, found: Tuned) -> None:
+    try:
+        path.write_text(json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        narrate(f"the evidence cannot be written to {path}: {error}")
+
+
+def _whole(text: str, option: str) -> tuple[int, ...]:
+    return tuple(numbers(text, option, int)) if text else ()
+
+
+def _delays(text: str) -> tuple[int, ...]:
+    """As other lists, but 0 is a delay."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of microseconds such as 0,500,2000", param_hint="--delay-us")
+    return tuple(int(part) for part in parts)
+
+
+def _precisions(text: str) -> tuple[Precision, ...]:
+    parts = tuple(part.strip() for part in text.split(",")) if text else ()
+    wrong = [part for part in parts if part not in PRECISIONS]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(PRECISIONS)}", param_hint="--precision")
+    return cast(tuple[Precision, ...], parts)
+
+
+def _weights(text: str, option: str) -> dict[str, float]:
+    """NAME:WEIGHT,..."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.partition(":")
+        try:
+            found[name.strip()] = float(weight)
+        except ValueError:
+            raise typer.BadParameter(f"{part!r} is not NAME:WEIGHT", param_hint=option) from None
+        if not 0 < found[name.strip()] < math.inf:
+            raise typer.BadParameter(f"the weight of {name} is not above 0", param_hint=option)
+    return found
+
+
+def _rows(text: str) -> int | dict[int, float]:
+    if ":" not in text:
+        return int(numbers(text, "--rows", int)[0])
+    weights = _weights(text, "--rows")
+    if not all(size.isdecimal() and int(size) > 0 for size in weights):
+        raise typer.BadParameter(f"{text!r} is not ROWS:WEIGHT,...", param_hint="--rows")
+    return {int(size): weight for size, weight in weights.items()}
