@@ -1,7 +1,7 @@
 """What of a model's configuration decides how its requests are batched?
 
-    batcher = Batcher.of(model_config.parse(text, where))
-    Batcher(queue_delay_us=500, max_batch_size=64)     # by hand; one queue, no limits
+batcher = Batcher.of(model_config.parse(text, where))
+Batcher(queue_delay_us=500, max_batch_size=64)     # by hand; one queue, no limits
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Batcher:
     @property
     def most_running(self) -> int:
         """Executions that the rate limiter lets run at once; 0: it is off."""
-        found = [
-            self.resource_counts.get(name, need) // need for name, need in self.resources.items() if need > 0
-        ]
+        found = [self.resource_counts.get(name, need) // need for name, need in self.resources.items() if need > 0]
         return min([*found, self.instances]) if found else 0
 
     def place(self, stream: Stream) -> int:

@@ -1,7 +1,7 @@
 """What comes of traffic, given a batcher's settings and what requests and executions cost?
 
-    found = simulate(batcher, costs, traffic(streams, seconds=60, seed=1), streams, seed=1)
-    found.outcome.p_ms(0.99), found.mean_rows, found.utilisation
+found = simulate(batcher, costs, traffic(streams, seconds=60, seed=1), streams, seed=1)
+found.outcome.p_ms(0.99), found.mean_rows, found.utilisation
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def simulate(
         arrival_us[order],
         servers,
         requests,
-        np.zeros(len(at_us) + 2, kernel.PAYLOAD),
+        _payloads(len(at_us) + 2),
         _instances(batcher),
         _queues(batcher),
         sizes,
@@ -179,6 +179,14 @@ def _server(batcher: Batcher, costs: Costs, host: Host, seed: int) -> npt.NDArra
         **{name: np.inf for name in ("batcher_at", "gate_at", "resumed_at", "front_ends")},
     }.items():
         row[name] = value
+    return found
+
+
+def _payloads(count: int) -> npt.NDArray[Any]:
+    from tritonpilot.simulate import kernel
+
+    found = np.zeros(count, kernel.PAYLOAD)
+    found["head"] = -1
     return found
 
 
