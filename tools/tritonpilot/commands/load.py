@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from tritonpilot import build as building
-from tritonpilot import samples, spec, sweep
+from tritonpilot import perf_analyzer_binary, samples, spec, sweep
 from tritonpilot.arrivals import Stream, traffic
 from tritonpilot.commands.options import (
     MODELS,
@@ -126,6 +126,8 @@ def command(
     rates = numbers(rate, "--rate", float) if rate else []
     if len(rates) > 1 and tool != "perf_analyzer":
         raise typer.BadParameter("one rate at a time; perf_analyzer takes a list", param_hint="--rate")
+    if tool == "perf_analyzer" and not _has_perf_analyzer(len(rates) == 1):
+        tool = "tritonpilot"
     asked = (
         scenario.read(Path(what[0]))
         if is_file
@@ -143,13 +145,8 @@ def command(
             raise typer.BadParameter(f"the address for {chosen} is missing", param_hint=f"--{chosen}")
         if tool == "perf_analyzer":
             loads = _Loads(rates, numbers(concurrency, "--concurrency", int) if concurrency else [], cpu_list(cpus))
-            try:
-                _perf_analyzer(model, streams[0], sample_rows, loads, chosen, http_url, grpc_url, as_json)
-                return
-            except HostError as error:
-                if len(rates) != 1:
-                    raise
-                narrate(f"{error} The load is sent by tritonpilot's own sender instead.")
+            _perf_analyzer(model, streams[0], sample_rows, loads, chosen, http_url, grpc_url, as_json)
+            return
         requests = traffic(streams, asked.seconds, asked.seed if seed is None else seed)
         narrate(f"{len(requests)} requests to {model} within {asked.seconds:g} s over {chosen} to {url}")
         outcome, facts = run(
@@ -175,6 +172,18 @@ def command(
         raise MeasurementError(
             f"None of the {outcome.requests} requests was answered. The figures are of errors alone. Look at the server's log."
         )
+
+
+def _has_perf_analyzer(can_do_without: bool) -> bool:
+    """Whether it runs here. Raises HostError when it does not and nothing else makes this load."""
+    try:
+        perf_analyzer_binary.find()
+    except HostError as error:
+        if not can_do_without:
+            raise
+        narrate(f"{error} The load is sent by tritonpilot's own sender instead.")
+        return False
+    return True
 
 
 def _simple(

@@ -28,12 +28,15 @@ LENGTH = b"\r\ncontent-length:"
 CHUNKED = b"\r\ntransfer-encoding: chunked"
 CLOSE = b"\r\nconnection: close"
 SPARE_FILES = 64
+# Connections without a first answer: Triton's listener holds 1,024 that it has not accepted, and the kernel drops and repeats
+# what is more, after seconds.
+MOST_NEW = 900
 
 
 class _Connection:
     """A socket and the request that it carries."""
 
-    __slots__ = ("is_open", "left", "received", "request", "socket")
+    __slots__ = ("is_new", "is_open", "left", "received", "request", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -41,6 +44,7 @@ class _Connection:
         self.left: memoryview | None = None  # what is not sent yet
         self.received = b""
         self.is_open = False
+        self.is_new = True  # no answer came over it yet
 
 
 def send(job: Job, start: float, on_look: Callable[[int, int, Log], None] | None = None) -> Log:
@@ -64,6 +68,7 @@ class _Sender:
         self._all: dict[int, _Connection] = {}
         self._free: list[_Connection] = []
         self._busy = 0
+        self._new = 0
         self._waiting: collections.deque[int] = collections.deque()  # due, but every connection is taken
 
     def __enter__(self) -> _Sender:
@@ -116,7 +121,7 @@ class _Sender:
         """Whether there was a connection for the request, or room for one."""
         if self._free:
             self._put(self._free.pop(), request)
-        elif len(self._all) < self._most:
+        elif len(self._all) < self._most and self._new < MOST_NEW:
             opened = self._open(request)
             if opened is not None:
                 self._put(opened, request)
@@ -160,6 +165,7 @@ class _Sender:
             return None
         connection = _Connection(raw)
         self._all[raw.fileno()] = connection
+        self._new += 1
         self._epoll.register(raw.fileno(), select.EPOLLIN | select.EPOLLOUT)
         return connection
 
@@ -216,6 +222,9 @@ class _Sender:
             self._drop(connection)
             return
         self._busy -= 1
+        if connection.is_new:
+            connection.is_new = False
+            self._new -= 1
         if received.startswith(OK):
             self._log.done_s[request] = now
         else:
@@ -242,6 +251,7 @@ class _Sender:
         number = connection.socket.fileno()
         if self._all.pop(number, None) is None:
             return
+        self._new -= connection.is_new
         if connection in self._free:
             self._free.remove(connection)
         self._epoll.unregister(number)
