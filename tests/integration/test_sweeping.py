@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tritonpilot import perf_analyzer_binary
+from tritonpilot import machine, perf_analyzer_binary
 from tritonpilot.errors import ServerError
 from tritonpilot.grid import Effort, Row, Trial, run
 from tritonpilot.setting import Setting
@@ -97,6 +97,7 @@ def test_sweep_goes_on_after_a_death_and_changes_settings(stage: Stage, folder: 
     assert rows[0].notes[0] == "tritonserver died by SIGKILL while it was measured, and was started again"
     assert rows[1].batch_sizes.keys() == {4}
     assert stage.setting == trials[1].setting
+    assert len(machine.stub_pids(stage.server.pid)["touchy"]) == 1
     assert any(line.endswith("left") for line in said)
     # What is known is not measured again.
     assert list(run(stage, trials, known=dict(zip(trials, rows, strict=True)), keep=kept.append)) == rows

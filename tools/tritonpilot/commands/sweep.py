@@ -135,7 +135,7 @@ def command(
     if as_json:
         print(json.dumps(result.as_dict(), indent=2, allow_nan=False))
     else:
-        title = f"{chosen.service}, {len(found)} points"
+        title = f"{chosen.service}, {len(found)} point{'s' * (len(found) != 1)}"
         show(lambda width: [columns.table(COLUMNS, [row.cells() for row in found], title=title, width=width)])
         for row in found:
             if row.notes or row.failure:

@@ -185,7 +185,7 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _page(result: Result, vectors: str) -> str:
-    heading = f"{result.model}: sweep of {len(result.rows)} points"
+    heading = f"{result.model}: sweep of {len(result.rows)} point{'s' * (len(result.rows) != 1)}"
     best = front(result.rows)
     rows = []
     for row in result.rows:
