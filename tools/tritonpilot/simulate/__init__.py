@@ -8,6 +8,7 @@
 """
 
 from tritonpilot.simulate.batcher import Batcher, Level
+from tritonpilot.simulate.host import Host
 from tritonpilot.simulate.run import Simulated, simulate
 
-__all__ = ["Batcher", "Level", "Simulated", "simulate"]
+__all__ = ["Batcher", "Host", "Level", "Simulated", "simulate"]

@@ -152,7 +152,7 @@ def _levels(batching: Any, parameters: Mapping[str, str]) -> tuple[Level, ...]:
         return (_level("", batching.default_queue_policy),)
     policies = batching.priority_queue_policy
     return tuple(
-        _level(names.get(place, str(place)), policies[place] if place in policies else batching.default_queue_policy)
+        _level(names.get(place, str(place)), policies.get(place, batching.default_queue_policy))
         for place in range(1, batching.priority_levels + 1)
     )
 

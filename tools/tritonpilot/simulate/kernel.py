@@ -4,7 +4,7 @@
 
 The rules are those of Triton core r24.10; functions say what they follow: `dynamic_batch_scheduler.cc` (BatcherThread,
 WaitForPayloadSlotAvailable, GetDynamicBatch, Enqueue), `scheduler_utils.cc` (PriorityQueue), `rate_limiter.cc`
-(PayloadSlotAvailable, DequeuePayload, the limit of resources), `instance_queue.cc` (merging), `payload.cc` (the order of callbacks).
+(PayloadSlotAvailable, DequeuePayload, resources), `instance_queue.cc` (merging), `payload.cc` (the order of callbacks).
 
 A request is an index; queues and payloads are linked lists through `requests.after`. Times are us since the beginning of the
 traffic. Everything is a row of a table, because compiled functions take tables by reference, without counting who holds them.

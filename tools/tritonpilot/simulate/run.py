@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from tritonpilot.arrivals import Stream, Traffic
 from tritonpilot.costs import Costs, execution_curve
-from tritonpilot.errors import SpecError
 from tritonpilot.outcome import REJECTED, TIMED_OUT, Outcome, summarise
 from tritonpilot.simulate.batcher import Batcher
 from tritonpilot.simulate.host import Host
@@ -49,7 +48,7 @@ class Simulated:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        found = {
+        return {
             "outcome": self.outcome.as_dict(),
             "executions": self.executions,
             "batch_sizes": {str(rows): times for rows, times in self.batch_sizes.items()},
@@ -65,7 +64,6 @@ class Simulated:
             },
             "wakes": self.wakes,
         }
-        return found
 
 
 def simulate(
@@ -176,7 +174,7 @@ def _server(batcher: Batcher, costs: Costs, host: Host, seed: int) -> npt.NDArra
         "batcher_first": host.batcher_first,
         "idle": batcher.instances,
         "random": np.random.SeedSequence(seed).generate_state(1, np.uint64)[0],
-        **{name: np.inf for name in ("batcher_at", "gate_at", "resumed_at", "front_ends")},
+        **dict.fromkeys(("batcher_at", "gate_at", "resumed_at", "front_ends"), np.inf),
     }.items():
         row[name] = value
     return found
