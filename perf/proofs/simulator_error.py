@@ -8,9 +8,12 @@ changed is sent again.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,24 +23,28 @@ import numpy as np
 from perf import emulated, machine
 from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome, median, spread
 from perf.subjects import services
-from tritonpilot import build, load, model_config
-from tritonpilot.arrivals import Stream, traffic
+from tritonpilot import build, load, metrics, model_config
+from tritonpilot import machine as tools_machine
+from tritonpilot.arrivals import Stream, Traffic, traffic
+from tritonpilot.control import Control, ModelStatistics
 from tritonpilot.costs import Costs
-from tritonpilot.errors import MeasurementError
+from tritonpilot.outcome import Outcome as Answers
 from tritonpilot.profile import Profile, profile, speed
 from tritonpilot.setting import Setting
 from tritonpilot.simulate import Batcher, simulate
 from tritonpilot.spec import Service
 from tritonpilot.stage import Stage
 
-SETTINGS, LOADS = 4, 4  # of each subject; so 64 less what QUICK leaves out
-SECONDS = 6.0
+SETTINGS, LOADS = 4, 2  # of each subject
+ROUNDS, SECONDS = (
+    3,
+    4.0,
+)  # of each load; the median of the rounds is compared, so that one pause of the host does not decide
 MOST_REQUESTS_PER_S = 2500.0  # a sender on one core must not be what is measured
 LEAST_REQUESTS = 500  # for a P99
 LOAD_LEAST, LOAD_MOST = 0.2, 0.85
 SPEED_CHANGE = 0.1  # between before and after a load
 THROUGHPUT_ERROR = 0.05
-SEEDS = 5  # of the simulated spread; the median of their P99
 DELAYS_US = (0, 500, 1000, 2000, 5000)
 EMULATED_CLASSES = """\
 batching: {max_batch_size: 64}
@@ -73,10 +80,16 @@ class Trial:
     p99_ms: float
     throughput_per_s: float
     mean_batch: float
+    queue_us: float
+    execution_us: float  # mean of executions
+    cpu_cores: float
     simulated_p50_ms: float
     simulated_p99_ms: float
     simulated_throughput_per_s: float
     simulated_mean_batch: float
+    simulated_queue_us: float
+    simulated_execution_us: float
+    simulated_cpu_cores: float
     speed: float
 
     @property
@@ -96,7 +109,10 @@ def simulator_error(bench: Bench) -> Outcome:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tritonpilot-proof-")))
         core = bench.cores.server
         for subject in _subjects(folder):
-            with Stage(subject.service, PROJECT / "models", cpus=[core], on_progress=bench.say) as stage:
+            with (
+                Stage(subject.service, PROJECT / "models", cpus=[core], on_progress=bench.say) as stage,
+                _awake(core),
+            ):
                 trials += _trials(bench, subject, stage, random)
     errors = [abs(trial.p99_error) for trial in trials]
     throughput = [abs(trial.throughput_error) for trial in trials]
@@ -167,9 +183,12 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
                 )
             last = found[-1]
             bench.say(
-                f"{last.subject}, {last.setting}, load {last.load:.2f} of {last.rate_per_s:.0f}/s: P99 {last.p99_ms:.1f} ms, "
-                f"simulated {last.simulated_p99_ms:.1f} ms ({last.p99_error:+.1%}); P50 {last.p50_ms:.1f}, "
-                f"{last.simulated_p50_ms:.1f} ms; batch {last.mean_batch:.1f}, {last.simulated_mean_batch:.1f} rows"
+                f"{last.subject}, {last.setting}, load {last.load:.2f} of {last.rate_per_s:.0f}/s, measured and simulated: "
+                f"P99 {last.p99_ms:.1f}, {last.simulated_p99_ms:.1f} ms ({last.p99_error:+.1%}), "
+                f"P50 {last.p50_ms:.1f}, {last.simulated_p50_ms:.1f} ms, "
+                f"{last.mean_batch:.1f}, {last.simulated_mean_batch:.1f} rows a batch, "
+                f"execution {last.execution_us:.0f}, {last.simulated_execution_us:.0f} us, "
+                f"CPU {last.cpu_cores:.2f}, {last.simulated_cpu_cores:.2f} cores, speed {last.speed:.2f}"
             )
     return found
 
@@ -184,45 +203,59 @@ def _trial(
     wanted: float,
     seed: int,
 ) -> Trial:
-    before = speed(stage.server, stage.model, stage.samples, known)
+    max_rows = min(64, setting.max_batch_size)
+    before = speed(stage.server, stage.model, stage.samples, known, max_rows=max_rows)
     rate = min(wanted * _capacity_per_s(subject, known.costs.scaled(before), setting), MOST_REQUESTS_PER_S)
     streams = [
         Stream(name or "all", rate * part, rows=dict(subject.rows), caller_class=name, priority=place if name else 0)
         for place, (name, part) in enumerate(subject.classes.items(), start=1)
     ]
-    seconds = max(2.0 if bench.quick else SECONDS, LEAST_REQUESTS / rate)
-    sent = traffic(streams, seconds, seed)
-    executed = stage.server.control().statistics(stage.model)[-1]
-    real, facts = load.run(load.Target(stage.endpoints.http, "http"), stage.model, stage.samples, sent, streams)
-    now = stage.server.control().statistics(stage.model)[-1]
-    after = speed(stage.server, stage.model, stage.samples, known)
-    if facts.is_limit:
-        raise NoisyRoundError(facts.reason)
-    if real.errors:
-        raise MeasurementError(f"Requests failed: {dict(real.errors)}. Nothing is reported. Look at the server's log.")
-    if abs(after / before - 1) > SPEED_CHANGE:
+    rounds, seconds = (1, 2.0) if bench.quick else (ROUNDS, max(SECONDS, LEAST_REQUESTS / rate))
+    sent = [traffic(streams, seconds, seed + number) for number in range(rounds)]
+    earlier, cpu_s = _statistics(stage), tools_machine.tree_cpu_s(stage.server.pid)
+    real = [_send(stage, each, streams) for each in sent]
+    later, cpu_s = _statistics(stage), tools_machine.tree_cpu_s(stage.server.pid) - cpu_s
+    after = speed(stage.server, stage.model, stage.samples, known, max_rows=max_rows)
+    if subject.is_on_cpu and abs(after / before - 1) > SPEED_CHANGE:
         raise NoisyRoundError(
             f"the core's speed changed: things took {before:.2f} times as long before and {after:.2f} after"
         )
     by = (before + after) / 2
     costs = known.costs.scaled(by)
-    simulated = [simulate(batcher, costs, sent, streams, seed=number) for number in range(SEEDS)]
+    simulated = [simulate(batcher, costs, each, streams, seed=number) for number, each in enumerate(sent)]
+    delta = metrics.total([later]) - metrics.total([earlier])
     return Trial(
         subject=subject.name,
         setting=setting.describe(),
         load=rate / _capacity_per_s(subject, costs, setting),
         rate_per_s=rate,
-        requests=len(sent),
-        p50_ms=real.p_ms(0.5),
-        p99_ms=real.p_ms(0.99),
-        throughput_per_s=real.throughput_per_s,
-        mean_batch=(now.inference_count - executed.inference_count) / (now.execution_count - executed.execution_count),
+        requests=sum(map(len, sent)),
+        p50_ms=median([each.p_ms(0.5) for each in real]),
+        p99_ms=median([each.p_ms(0.99) for each in real]),
+        throughput_per_s=median([each.throughput_per_s for each in real]),
+        mean_batch=delta.mean_batch,
+        queue_us=delta.queue_us,
+        execution_us=(sum(later.batch_ns.values()) - sum(earlier.batch_ns.values())) / 1e3 / delta.executions,
+        cpu_cores=cpu_s / sum(max(each.seconds, each.last_answer_s) for each in real),
         simulated_p50_ms=median([each.outcome.p_ms(0.5) for each in simulated]),
         simulated_p99_ms=median([each.outcome.p_ms(0.99) for each in simulated]),
         simulated_throughput_per_s=median([each.outcome.throughput_per_s for each in simulated]),
         simulated_mean_batch=median([each.mean_rows for each in simulated]),
+        simulated_queue_us=median([each.queue_us for each in simulated]),
+        simulated_execution_us=median([each.execution_us for each in simulated]),
+        simulated_cpu_cores=median([each.cpu_cores for each in simulated]),
         speed=by,
     )
+
+
+def _send(stage: Stage, sent: Traffic, streams: Sequence[Stream]) -> Answers:
+    """What came of it. Raises NoisyRoundError when the sender could not keep up."""
+    real, facts = load.run(load.Target(stage.endpoints.http, "http"), stage.model, stage.samples, sent, streams)
+    if facts.is_limit:
+        raise NoisyRoundError(facts.reason)
+    if real.errors:
+        raise NoisyRoundError(f"requests failed: {dict(real.errors)}")
+    return real
 
 
 def _capacity_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
@@ -236,6 +269,27 @@ def _capacity_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
         return requests / (execution_us + requests * each_us) * 1e6 * costs.cores
     cpu_us = each_us + (costs.host_us + costs.host_request_us * requests) / requests
     return min(setting.instances * requests / execution_us, costs.cores / cpu_us) * 1e6
+
+
+@contextmanager
+def _awake(core: int) -> Iterator[None]:
+    """Keep a core from resting: a process that runs only while nobody else wants it (SCHED_IDLE).
+
+    On virtual machines a core that was at rest is up to twice as slow for the next moments, and how often it rests depends on
+    the host. Ours are to be compared, not the host's.
+    """
+    spin = f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"{spin}\nwhile os.getppid() == {os.getpid()}: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _statistics(stage: Stage) -> ModelStatistics:
+    with Control(stage.endpoints.grpc) as control:
+        return control.statistics(stage.model)[-1]
 
 
 def _config(service: Service) -> model_config.ModelConfig:

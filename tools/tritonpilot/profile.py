@@ -37,6 +37,7 @@ PASSES = (
 )
 MOMENT_S = 0.06
 LEAST_BURSTS = 3  # in a moment
+PAUSE_S = 0.001  # between bursts: executions back to back are faster than those of a load, after long rests slower
 MOST_ROWS = 64  # steps between sizes are 2 up to here, 4 beyond
 TOGETHER = (2, 4, 8, 16)
 REPLY_SHARE = 0.4  # of the front end's CPU time for a request; the rest is spent before the queue
@@ -104,17 +105,15 @@ def profile(
     return Profile(model, fit(bursts, cores=cores, is_on_cpu=is_on_cpu), tuple(bursts), time.monotonic() - began)
 
 
-def speed(server: EmbeddedServer, model: str, samples: Arrays, known: Profile, *, passes: int = 2) -> float:
-    """How much longer things take now than when `known` was measured: 1.1 is 10 % slower. CPU times are compared."""
-    shapes = [
-        (burst.rows, burst.requests)
-        for burst in known.bursts
-        if burst.rows in (1, MOST_ROWS) and burst.requests in (1, 8)
-    ]
+def speed(server: EmbeddedServer, model: str, samples: Arrays, known: Profile, *, max_rows: int = MOST_ROWS) -> float:
+    """How much longer things take now than when `known` was measured: 1.1 is 10 % slower.
+
+    CPU times of one request of up to `max_rows` rows are compared, so that the queue's settings do not matter. Half a second.
+    """
+    before = max((b for b in known.bursts if b.requests == 1 and b.rows <= max_rows), key=lambda burst: burst.rows)
     with _Caller(server, model, samples) as caller:
-        now = [_median(each) for each in zip(*[caller.once(shapes) for _ in range(passes + 1)][1:], strict=True)]
-    before = {(burst.rows, burst.requests): burst for burst in known.bursts}
-    return float(np.median([_cpu_us(burst) / _cpu_us(before[burst.rows, burst.requests]) for burst in now]))
+        now = [caller.once([(before.rows, 1)])[0] for _ in range(PASSES)]
+    return _cpu_us(_median(now)) / _cpu_us(before)
 
 
 def shapes_of(max_batch_size: int) -> list[tuple[int, int]]:
@@ -132,7 +131,8 @@ def fit(bursts: Sequence[Burst], *, cores: int, is_on_cpu: bool) -> Costs:
     """Costs from bursts.
 
     One request alone gives the time of an execution by its rows, several together what each of them adds. What tritonserver
-    and the stubs compute besides executions is the front end's, before and after them.
+    and the stubs compute besides executions is the front end's, before and after them, as far as it grows with the requests; the
+    rest, such as the batcher's thread, comes with each execution, and on the CPU it is counted as a part of it.
     """
     alone = sorted((burst for burst in bursts if burst.requests == 1), key=lambda burst: burst.rows)
     first, together = alone[0], [burst for burst in bursts if burst.rows == 1]
@@ -150,10 +150,12 @@ def fit(bursts: Sequence[Burst], *, cores: int, is_on_cpu: bool) -> Costs:
             )
     request_us = max(0.0, _slope(more)) if more else 0.0
     curve = np.maximum.accumulate(np.maximum(curve - request_us, 1.0))
+    besides = 0.0
     if is_on_cpu:
         host = host_request = front_row = 0.0
         rest = [(burst.requests, _cpu_us(burst) - burst.executing_us) for burst in together]
-        front = max(0.0, _line(rest)[0] if len(rest) > 1 else rest[0][1])
+        front, besides = (max(0.0, value) for value in (_line(rest) if len(rest) > 1 else (rest[0][1], 0.0)))
+        curve = curve + besides
     else:
         per_request, _ = _line([(burst.requests, burst.server_cpu_us) for burst in together])
         front = max(0.0, per_request)
@@ -241,6 +243,7 @@ class _Caller:
                     f"A request to {self._model!r} was not answered ({error}). Its costs are not known. Look at the server's log."
                 ) from error
             found.append((time.perf_counter() - began) * 1e6)
+            time.sleep(PAUSE_S)
         return np.array(found)
 
     def _read(self) -> ModelStatistics:

@@ -93,8 +93,7 @@ def run(
 def send(job: Job, start: float, on_look: Callable[[int, int, Log], None] | None = None) -> Log:
     """Send a job from this process, undisturbed by its own garbage collection."""
     was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    gc.disable()  # NOTE: no collection now either: in a large process it takes longer than there is time before `start`
     try:
         return SENDERS[job.target.protocol](job, start, on_look)
     finally:
