@@ -15,6 +15,7 @@ from tritonpilot.errors import HostError, MeasurementError, PilotError, SpecErro
 from tritonpilot.grid import Effort, Grid, Row, Store, Trial, choose, front, keys, report
 from tritonpilot.grid.estimate import Estimate, estimate
 from tritonpilot.grid.measure import Shot, summed
+from tritonpilot.grid.run import Progress
 from tritonpilot.machine import Noise
 from tritonpilot.measurement import Point
 from tritonpilot.setting import Setting
@@ -149,6 +150,22 @@ def test_key_changes_with_all_that_a_figure_depends_on(service: Service) -> None
     assert not set(keys(service, trials, {"window_ms": 200}).values()) & set(first.values())
     (service.folder / "serving.py").write_text("changed = True")
     assert not set(keys(service, trials, {"window_ms": 100}).values()) & set(first.values())
+
+
+def test_progress_says_what_a_point_gave_and_how_long_the_others_take() -> None:
+    said: list[str] = []
+    known = [row(100, 10), row(200, 20), row(300, 30)]
+    progress = Progress([each.trial for each in known], said.append)
+    progress.begin(known[0].trial)
+    progress.end(replace(known[0], is_stable=False))
+    progress.end(Row(known[1].trial, failure="it died."))
+    progress.end(known[2])
+    assert said == [
+        "[1/3] delay 500 us, batch 8, 1 instance of 1 thread, fp32, concurrency 4",
+        "    100 infer/s \N{PLUS-MINUS SIGN}1 %, P99 10.00 ms \N{PLUS-MINUS SIGN}1 % (unsettled); about 0 s left",
+        "    no figure: it died; about 0 s left",
+        "    300 infer/s \N{PLUS-MINUS SIGN}0 %, P99 30.00 ms \N{PLUS-MINUS SIGN}0 %",
+    ]
 
 
 # -- the choice

@@ -30,7 +30,7 @@ from tritonpilot.server import EmbeddedServer, Endpoints
 from tritonpilot.setting import Setting
 from tritonpilot.spec import LatestVersions, Service, load_services
 
-EXIT_TIMEOUT_S = 5  # nobody but us waits for answers
+EXIT_TIMEOUT_S = 2  # nobody but us waits for answers; after a refused reload tritonserver ends no earlier
 STEADY_TIMEOUT_S = 30.0
 IDLE_LOOK_S = 0.2
 IDLE_CORES = 0.1  # wakers and keep-alives of an idle server take below 0.02

@@ -38,7 +38,7 @@ def run(
     """
     say = on_progress or (lambda _: None)
     there = dict(known or {})
-    progress = _Progress([trial for trial in trials if trial not in there], say)
+    progress = Progress([trial for trial in trials if trial not in there], say)
     refused: dict[object, str] = {}  # setting -> why it is not served
     for trial in trials:
         if trial in there:
@@ -78,7 +78,7 @@ def _measured(stage: Stage, trial: Trial, effort: Effort, tool: Tool, say: Calla
         say(f"{died}; it is started again and the trial repeated")
 
 
-class _Progress:
+class Progress:
     """Says which trial it is, what it gave, and how long the others will take."""
 
     def __init__(self, trials: Sequence[Trial], say: Callable[[str], None]) -> None:
@@ -96,7 +96,7 @@ class _Progress:
         left_s = (time.monotonic() - self._began) / done * self._left
         left = f"; about {_duration(left_s)} left" if self._left else ""
         if row.point is None or row.throughput is None or row.p99_ms is None:
-            self._say(f"    no figure: {row.failure}{left}")
+            self._say(f"    no figure: {row.failure.rstrip('.')}{left}")
             return
         remark = row.remark()
         self._say(
