@@ -91,6 +91,7 @@ class Trial:
     simulated_execution_us: float
     simulated_cpu_cores: float
     speed: float
+    p99_ms_by_class: Mapping[str, tuple[float, float]]  # measured and simulated
 
     @property
     def p99_error(self) -> float:
@@ -188,7 +189,8 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
                 f"P50 {last.p50_ms:.1f}, {last.simulated_p50_ms:.1f} ms, "
                 f"{last.mean_batch:.1f}, {last.simulated_mean_batch:.1f} rows a batch, "
                 f"execution {last.execution_us:.0f}, {last.simulated_execution_us:.0f} us, "
-                f"CPU {last.cpu_cores:.2f}, {last.simulated_cpu_cores:.2f} cores, speed {last.speed:.2f}"
+                f"CPU {last.cpu_cores:.2f}, {last.simulated_cpu_cores:.2f} cores, "
+                f"speed {last.speed:.2f}, P99 by class {dict(last.p99_ms_by_class)}"
             )
     return found
 
@@ -245,6 +247,13 @@ def _trial(
         simulated_execution_us=median([each.execution_us for each in simulated]),
         simulated_cpu_cores=median([each.cpu_cores for each in simulated]),
         speed=by,
+        p99_ms_by_class={
+            stream.name: (
+                round(median([each.by_stream[stream.name].p_ms(0.99) for each in real]), 2),
+                round(median([each.outcome.by_stream[stream.name].p_ms(0.99) for each in simulated]), 2),
+            )
+            for stream in streams
+        },
     )
 
 

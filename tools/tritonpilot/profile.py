@@ -37,7 +37,9 @@ PASSES = (
 )
 MOMENT_S = 0.06
 LEAST_BURSTS = 3  # in a moment
-PAUSE_S = 0.001  # between bursts: executions back to back are faster than those of a load, after long rests slower
+# Between bursts: executions back to back are faster than those of a load, after long rests slower, and after 1 ms the waker of
+# models with classes (docs/adr/0003-waker.md) begins to work.
+PAUSE_S = 0.0004
 MOST_ROWS = 64  # steps between sizes are 2 up to here, 4 beyond
 TOGETHER = (2, 4, 8, 16)
 REPLY_SHARE = 0.4  # of the front end's CPU time for a request; the rest is spent before the queue
