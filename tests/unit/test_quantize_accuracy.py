@@ -204,6 +204,22 @@ def test_slice_that_loses_is_named_and_fails_the_whole() -> None:
     assert lenient.passed
 
 
+def test_a_lossless_slice_may_lose_nothing_however_small_it_is() -> None:
+    classes = np.random.default_rng(7).integers(10, size=400)
+    right = np.eye(10, dtype=np.float32)[classes]
+    wrong = right.copy()
+    wrong[3] = np.roll(wrong[3], 1)
+    view = np.where(np.arange(400) < 20, "whole", "part")
+    judged = rows(400, classes, view=view)
+    assert accuracy.gate({"l": right}, {"l": wrong}, judged, "top1", max_loss=0.04).passed
+    verdict = accuracy.gate({"l": right}, {"l": wrong}, judged, "top1", max_loss=0.04, lossless={"view": "whole"})
+    assert not verdict.passed
+    assert "view=whole must lose nothing, and loses 5.00 % on 20 rows" in verdict.reason
+    assert accuracy.gate({"l": right}, {"l": right}, judged, "top1", lossless={"view": "whole"}).passed
+    with pytest.raises(MeasurementError, match=r"No row has view=half.*slices are view"):
+        accuracy.gate({"l": right}, {"l": right}, judged, "top1", lossless={"view": "half"})
+
+
 def test_small_slices_are_judged_together_and_listed() -> None:
     label, scores, other = clicks(noise=0.1)
     country = np.array(["no"] * 300 + ["se"] * 30 + ["dk"] * 70)

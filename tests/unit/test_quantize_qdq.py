@@ -288,6 +288,44 @@ def test_what_is_made_for_tensorrt_has_nothing_that_it_refuses(ctr: Path, ctr_ro
     np.testing.assert_allclose(_answer(output, ctr_rows, 64), _answer(ctr, ctr_rows, 64), atol=0.02)
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+def test_onnx_runtime_does_not_round_what_stays_fp32(groups: int, tmp_path: Path) -> None:
+    """Its WeightBiasQuantization would give a convolution between integers one scale for all channels."""
+    random = np.random.default_rng(3)
+    spread = np.geomspace(1, 100, 8, dtype=np.float32)[:, None, None, None]
+    weights = {
+        "first": random.standard_normal((8, 4, 3, 3)).astype(np.float32),
+        "left": random.standard_normal((8, 8 // groups, 3, 3)).astype(np.float32) * spread,
+        "last": random.standard_normal((4, 8, 1, 1)).astype(np.float32),
+    }
+    nodes, before = [], "x"
+    for name in weights:
+        group = groups if name == "left" else 1
+        nodes.append(onnx.helper.make_node("Conv", [before, f"{name}.w"], [name], name, group=group))
+        before = name
+    batch = ("b", 4, 9, 9)
+    graph = onnx.helper.make_graph(
+        nodes,
+        "three",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, batch)],
+        [onnx.helper.make_tensor_value_info("last", onnx.TensorProto.FLOAT, ("b", 4, 5, 5))],
+        [onnx.numpy_helper.from_array(weight, f"{name}.w") for name, weight in weights.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, tmp_path / "m.onnx")
+    rows = Rows({"x": random.standard_normal((16, 4, 9, 9)).astype(np.float32)})
+    quantize_static(tmp_path / "m.onnx", rows, tmp_path / "int8.onnx", QdqOptions(exclude=frozenset({"left"})))
+
+    as_written = onnxruntime.SessionOptions()
+    as_written.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    exact, served = (
+        onnxruntime.InferenceSession(tmp_path / "int8.onnx", options).run(None, dict(rows.inputs))[0]
+        for options in (as_written, onnxruntime.SessionOptions())
+    )
+    step = np.ptp(exact) / 255  # of the last convolution's output
+    assert np.abs(served - exact).max() < 1.5 * step
+
+
 @pytest.mark.parametrize(
     ("channels", "groups", "excluded"), [(3, 1, {"conv", "depthwise"}), (4, 1, set()), (8, 8, set())]
 )

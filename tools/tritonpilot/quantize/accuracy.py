@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ def gate(
     max_loss: float = 0.01,
     *,
     max_slice_loss: float | None = None,
+    lossless: Mapping[str, str] = MappingProxyType({}),
     output: str | None = None,
     least_rows: int = LEAST_ROWS,
     resamples: int = RESAMPLES,
@@ -126,10 +128,11 @@ def gate(
 
     It passes when the upper end of the interval of the loss is within `max_loss` and no slice loses more than `max_slice_loss`
     (default: `max_loss`). A slice has few rows, so its interval is wide: the loss itself counts, the interval is told. Values of
-    a slice with less than `least_rows` rows are judged together as one.
+    a slice with less than `least_rows` rows are judged together as one. `lossless` names slices, with a value, that may lose
+    nothing, however few rows they have.
 
     Raises ModelError when outputs are NaN, infinite, constant, or do not fit each other or the label, MeasurementError when the
-    label decides nothing (one class, no variance) or the reference itself has no right answer.
+    label decides nothing (one class, no variance), the reference itself has no right answer or there is no such slice.
     """
     if metric not in METRICS:
         raise ValueError(f"{metric!r} is no metric; there are {', '.join(METRICS)}")
@@ -144,6 +147,8 @@ def gate(
     losses, left_out = _slices(answers, rows, chosen, least_rows, resamples, seed)
     worst = max(losses, key=lambda each: each.loss, default=None)
     slice_limit = max_loss if max_slice_loss is None else max_slice_loss
+    kept = [_slice(answers, rows, chosen, each, resamples, seed) for each in lossless.items()]
+    broken = next((each for each in kept if each.loss > 0), None)
     slices_pass = worst is None or worst.loss <= slice_limit
     verdict = Verdict(
         metric=metric,
@@ -155,15 +160,15 @@ def gate(
         limit=max_loss,
         slice_limit=slice_limit,
         worst_slice=worst,
-        slices=tuple(losses),
+        slices=(*losses, *(each for each in kept if each not in losses)),
         left_out=tuple(left_out),
         agreement=agreement(answers.reference, answers.candidate),
-        passed=ci95[1] <= max_loss and slices_pass,
+        passed=ci95[1] <= max_loss and slices_pass and broken is None,
         reason="",
         resamples=resamples,
         seed=seed,
     )
-    return _with_reason(verdict, slices_pass)
+    return _with_reason(verdict, slices_pass, broken)
 
 
 def check_batch_mates(model: Path, rows: Rows, batches: Sequence[int] = MATE_BATCHES, threads: int = 1) -> float:
@@ -320,7 +325,22 @@ def _slices(
     return found, left_out
 
 
-def _with_reason(verdict: Verdict, slices_pass: bool) -> Verdict:
+def _slice(
+    answers: Answers, rows: Rows, metric: Metric, wanted: tuple[str, str], resamples: int, seed: int
+) -> SliceLoss:
+    """What the rows whose slice has this value lose."""
+    name, value = wanted
+    places = np.flatnonzero([str(each) == value for each in rows.slices.get(name, ())])
+    if not len(places):
+        raise MeasurementError(
+            f"No row has {name}={value}, which must lose nothing; slices are {', '.join(rows.slices) or 'absent'}. Nothing was "
+            "changed. Correct `lossless`, or make the evaluation rows again."
+        )
+    (ours, theirs), loss, ci95 = _judged(answers.take(places), metric, resamples, seed)
+    return SliceLoss(name, value, len(places), ours, theirs, loss, ci95)
+
+
+def _with_reason(verdict: Verdict, slices_pass: bool, broken: SliceLoss | None) -> Verdict:
     low, high = verdict.ci95
     said = (
         f"{verdict.metric} {verdict.reference:.4f} -> {verdict.candidate:.4f}: loss {_percent(verdict.loss)} (95 %: "
@@ -332,6 +352,10 @@ def _with_reason(verdict: Verdict, slices_pass: bool) -> Verdict:
     if worst is not None:
         said += f"; worst slice {worst.name}={worst.value}: {_percent(worst.loss)} on {worst.rows} rows"
         said += "" if slices_pass else f", more than its limit {_percent(verdict.slice_limit)}"
+    if broken is not None:
+        said += (
+            f"; {broken.name}={broken.value} must lose nothing, and loses {_percent(broken.loss)} on {broken.rows} rows"
+        )
     if low == high == 0:
         # No resample of rows that did not change can show a change: the rule of three says what these rows could miss.
         missed = 1 - 0.05 ** (1 / verdict.rows)

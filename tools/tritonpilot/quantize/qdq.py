@@ -418,6 +418,8 @@ def _insert_qdq(
         quantizer.model.topological_sort()
     graph.CopyFrom(quantizer.model.model)
     _keep_float_outputs(graph, quantized, clipped)
+    if not int8:
+        _keep_float_weights(graph, quantized)
     del graph.metadata_props[:]
     graph.producer_name = "tritonpilot"
     _tell(progress, "quantising", len(targets), len(targets))
@@ -469,6 +471,46 @@ def _keep_float_outputs(graph: onnx.ModelProto, quantized: set[str], clipped: se
         graph.graph.node.remove(quantize)
         graph.graph.node.remove(pair)
     _drop_unused(graph)
+
+
+def _keep_float_weights(graph: onnx.ModelProto, quantized: set[str]) -> None:
+    """Let ONNX Runtime compute in FP32 what is left in FP32.
+
+    Its WeightBiasQuantization takes a Conv, ConvTranspose or Gemm between integers for a quantised one and rounds its weights
+    itself, with one scale for all channels: EfficientNet-Lite0 lost six times as much with one depthwise convolution left out as
+    with none. Inputs that have a scale for each channel, here the same one, it leaves alone.
+    """
+    producer = {output: node for node in graph.graph.node for output in node.output}
+    constants = {tensor.name: tensor for tensor in graph.graph.initializer}
+    outputs = {value.name for value in graph.graph.output}
+    for node in list(graph.graph.node):
+        is_left = node.op_type in ("Conv", "ConvTranspose", "Gemm") and node.name not in quantized
+        pair = producer.get(node.input[0]) if is_left else None
+        weight = constants.get(node.input[1]) if pair is not None else None
+        if pair is None or weight is None or pair.op_type != "DequantizeLinear":
+            continue
+        channels = _input_channels(node, weight)
+        if channels == 1 or _attribute(node, "transA", 0):
+            continue
+        each = onnx.NodeProto()
+        each.CopyFrom(pair)
+        each.name = each.output[0] = node.input[0] = f"{node.name}/input"
+        del each.attribute[:]
+        each.attribute.append(onnx.helper.make_attribute("axis", 1))
+        for place in range(1, len(each.input)):
+            value = onnx.numpy_helper.to_array(constants[each.input[place]])
+            each.input[place] = f"{node.name}/input/{place}"
+            graph.graph.initializer.append(onnx.numpy_helper.from_array(value.repeat(channels), each.input[place]))
+        graph.graph.node.insert(list(graph.graph.node).index(pair) + 1, each)
+        if pair.output[0] not in _consumers(graph) and pair.output[0] not in outputs:
+            graph.graph.node.remove(pair)
+    _drop_unused(graph)
+
+
+def _input_channels(node: onnx.NodeProto, weight: onnx.TensorProto) -> int:
+    if node.op_type == "Conv":
+        return int(weight.dims[1]) * int(_attribute(node, "group", 1))
+    return int(weight.dims[1 if node.op_type == "Gemm" and _attribute(node, "transB", 0) else 0])
 
 
 def _smooth(

@@ -90,7 +90,7 @@ def quantize(
         calibration,
         evaluation,
         wanted.metric,
-        search.Target(wanted.max_loss, wanted.least_cosine),
+        search.Target(wanted.max_loss, wanted.least_cosine, wanted.lossless),
         search.Budget(batch_sizes=_batch_sizes(part), threads=part.instances[0].threads, seconds=seconds),
         store=Cache(source.parent / CACHE),
         options=qdq.QdqOptions.for_tensorrt(source) if runtime == "tensorrt" else None,
@@ -157,7 +157,9 @@ def halve(
         (floats.to_fp16 if precision == "fp16" else floats.to_bf16)(source, aside, keep)
         threads = part.instances[0].threads
         answers = [accuracy.predict(path, evaluation, 16, threads) for path in (source, aside)]
-        verdict = accuracy.gate(answers[0], answers[1], evaluation, wanted.metric, wanted.max_loss)
+        verdict = accuracy.gate(
+            answers[0], answers[1], evaluation, wanted.metric, wanted.max_loss, lossless=wanted.lossless
+        )
         if not verdict.passed:
             raise MeasurementError(
                 f"{part.service}: {precision} is not accurate enough: {verdict.reason}. Nothing was written. Keep nodes in FP32."

@@ -17,8 +17,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,10 +64,11 @@ class Store(Protocol):
 @dataclass(frozen=True)
 class Target:
     """When is a model accurate enough: the gate's `max_loss` by the metric (0.01 is 1 %), and the mean cosine to FP32 where
-    answers are vectors (None: not asked)."""
+    answers are vectors (None: not asked); slices that may lose nothing, by name."""
 
     max_loss: float = 0.01
     least_cosine: float | None = 0.99
+    lossless: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ class _Search:
         parts = (self.source, self.calibration, made, recipe.split)
         path = self._kept("int8", parts, make, ".onnx")
         answers = self._answers(path, parts)
-        verdict = accuracy.gate(self.reference, answers, self.evaluation, self.metric, self.target.max_loss)
+        limit, lossless = self.target.max_loss, self.target.lossless
+        verdict = accuracy.gate(self.reference, answers, self.evaluation, self.metric, limit, lossless=lossless)
         cosine, least = verdict.agreement.cosine, self.target.least_cosine
         _, *others = self.reference
         beside = max(
@@ -487,7 +489,8 @@ def _speeds(comparison: speed.Comparison, name: str) -> str:
 
 def _limits(target: Target) -> str:
     cosine = "" if target.least_cosine is None else f", mean cosine {target.least_cosine}"
-    return f"loss {100 * target.max_loss:g} %{cosine}"
+    lossless = "".join(f", none in {name}={value}" for name, value in target.lossless.items())
+    return f"loss {100 * target.max_loss:g} %{lossless}{cosine}"
 
 
 def _groups(model: Path) -> dict[str, str]:
