@@ -108,7 +108,25 @@ def test_usage_errors_exit_2(project: Path, arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["build", "serve", "measure", "demo", "schema", "watch", "top", "report", "entry"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "build",
+        "serve",
+        "measure",
+        "demo",
+        "schema",
+        "watch",
+        "top",
+        "report",
+        "entry",
+        "load",
+        "sweep",
+        "simulate",
+        "tune",
+        "plan",
+    ],
+)
 def test_every_command_explains_itself_with_an_example(project: Path, command: str) -> None:
     done = run(project, command, "--help")
 
@@ -118,7 +136,9 @@ def test_every_command_explains_itself_with_an_example(project: Path, command: s
 
 def test_a_full_disk_behind_the_results_is_told(project: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*COMMAND, "schema"], cwd=project, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [*COMMAND, "schema"], cwd=project, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
 
     assert done.returncode == 7
     assert "No space left on device" in done.stderr

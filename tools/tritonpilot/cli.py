@@ -25,6 +25,8 @@ from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
+from tritonpilot.commands import load, plan, simulate, tune
+from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
     REPOSITORY,
@@ -482,6 +484,13 @@ def measure(
         print(to_json(points))
     else:
         show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
+
+
+app.command("load", epilog=load.EPILOG)(load.command)
+app.command("sweep", epilog=sweeping.EPILOG)(sweeping.command)
+app.command("simulate", epilog=simulate.EPILOG)(simulate.command)
+app.command("tune", epilog=tune.EPILOG)(tune.command)
+app.command("plan", epilog=plan.EPILOG)(plan.command)
 
 
 @app.command(epilog="Example: tritonpilot top --entry 127.0.0.1:8102; tritonpilot top --once --json")
