@@ -13,9 +13,9 @@ traffic. Everything is a row of a table, because compiled functions take tables 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import numba  # type: ignore[import-untyped]
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -97,9 +97,9 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 def compiled(function: Compiled) -> Compiled:
     """Machine code at the first call, kept for later processes where a folder for it can be written."""
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        return cast(Compiled, numba.njit(cache=True)(function))
     except RuntimeError:  # no folder for the cache
-        return numba.njit(function)  # type: ignore[no-any-return]
+        return cast(Compiled, numba.njit(function))
 
 
 @compiled
@@ -148,29 +148,44 @@ def serve(
                     at, event, place = instances[j].wake_at, 6, j
         s.executed += s.speed * (at - now)
         now = at
+        is_notified, is_timer, ending = False, False, -1
         if event == 0:
             leave_cpu(s, instances[place])
             if instances[place].device_us > 0:
                 instances[place].ends_us = now + instances[place].device_us
             else:
-                end(now, place, s, requests, payloads, instances, queues, sizes, jobs)
+                ending = place
         elif event == 1:
             instances[place].ends_us = np.inf
-            end(now, place, s, requests, payloads, instances, queues, sizes, jobs)
+            ending = place
         elif event == 2:
             s.front_ends[place] = np.inf
             s.front_runs -= 1
-            finish(now, s.front_job[place], s, requests, payloads, instances, queues, sizes, jobs)
+            is_notified = finish(now, s.front_job[place], s, requests, payloads, instances, queues, jobs)
         elif event == 3:
             add_job(s, jobs, following * 3 + IN)
             following += 1
         elif event == 4:
             s.gate_at = np.inf
         elif event == 5:
-            batcher(now, True, s, requests, payloads, instances, queues, sizes, jobs)
+            is_notified = is_timer = True
         else:
             wake(now, place, s, instances[place], jobs)
-        run_front(now, s, requests, payloads, instances, queues, sizes, jobs)
+        if ending >= 0:
+            is_notified = close(now, ending, s, requests, payloads, instances, jobs)
+        # NOTE: one place calls the batcher, because every call costs seconds of compilation.
+        while True:
+            if is_notified:
+                batcher(now, is_timer, s, requests, payloads, instances, queues, sizes, jobs)
+            if ending >= 0:
+                is_notified = release(now, ending, not is_notified, s, requests, payloads, instances, sizes)
+                ending = -1
+                if is_notified:
+                    continue
+            is_notified = run_front(now, s, requests, payloads, instances, queues, jobs)
+            is_timer = False
+            if not is_notified:
+                break
     return now
 
 
@@ -185,16 +200,10 @@ def add_job(s: Row, jobs: IntArray, job: int) -> None:
 
 @compiled
 def run_front(
-    now: float,
-    s: Row,
-    requests: Table,
-    payloads: Table,
-    instances: Table,
-    queues: Table,
-    sizes: Table,
-    jobs: IntArray,
-) -> None:
-    """Begin waiting jobs where a core is free, or where an execution has had its slice."""
+    now: float, s: Row, requests: Table, payloads: Table, instances: Table, queues: Table, jobs: IntArray
+) -> bool:
+    """Begin waiting jobs where a core is free, or where an execution has had its slice. Whether one has notified the batcher."""
+    is_notified = False
     while s.job_head < s.job_tail:
         job = jobs[s.job_head & (len(jobs) - 1)]
         kind = job % 3
@@ -205,7 +214,9 @@ def run_front(
             work_us = s.reply_us
         if work_us <= 0:
             s.job_head += 1
-            finish(now, job, s, requests, payloads, instances, queues, sizes, jobs)
+            is_notified = finish(now, job, s, requests, payloads, instances, queues, jobs)
+            if is_notified:
+                break
             continue
         if s.front_runs >= min(s.cores, FRONTS):
             break
@@ -231,6 +242,7 @@ def run_front(
         if s.front_runs == 0 and s.resumed_at == np.inf:
             s.resumed_at = now
         set_speed(s)
+    return is_notified
 
 
 @compiled
@@ -240,28 +252,17 @@ def set_speed(s: Row) -> None:
 
 @compiled
 def finish(
-    now: float,
-    job: int,
-    s: Row,
-    requests: Table,
-    payloads: Table,
-    instances: Table,
-    queues: Table,
-    sizes: Table,
-    jobs: IntArray,
-) -> None:
-    """A job of the front end is done. DynamicBatchScheduler::Enqueue for a request that came in."""
+    now: float, job: int, s: Row, requests: Table, payloads: Table, instances: Table, queues: Table, jobs: IntArray
+) -> bool:
+    """A job of the front end is done. Whether the batcher is notified: DynamicBatchScheduler::Enqueue for what came in."""
     place, kind = job // 3, job % 3
     if kind == OUT:
         requests[place].done_us = now
-        return
+        return False
     if kind == WAKE:
         instances[place].wake_at = np.inf
-        is_looked_at = s.queued > 0 and is_due(s, payloads, 1)
-    else:
-        is_looked_at = enqueue(now, place, s, requests, queues, jobs) and is_due(s, payloads, 0)
-    if is_looked_at and has_slot(s):
-        batcher(now, False, s, requests, payloads, instances, queues, sizes, jobs)
+        return bool(s.queued > 0 and is_due(s, payloads, 1) and has_slot(s))
+    return enqueue(now, place, s, requests, queues, jobs) and is_due(s, payloads, 0) and has_slot(s)
 
 
 # The queue: PriorityQueue in scheduler_utils.cc.
@@ -295,7 +296,8 @@ def enqueue(now: float, place: int, s: Row, requests: Table, queues: Table, jobs
 @compiled
 def is_due(s: Row, payloads: Table, more_rows: int) -> bool:
     """Whether an arrival wakes the batcher, given that a slot is free."""
-    return s.is_saturated or payloads[s.current].state == EXECUTING or s.queued_rows + more_rows >= s.next_preferred
+    is_stale = s.is_saturated or payloads[s.current].state == EXECUTING
+    return bool(is_stale or s.queued_rows + more_rows >= s.next_preferred)
 
 
 @compiled
@@ -303,8 +305,8 @@ def has_slot(s: Row) -> bool:
     """RateLimiter::PayloadSlotAvailable; with the rate limiter on, payloads wait outside of the queue that it looks at."""
     waiting = s.ring_tail - s.ring_head
     if s.prefetches:
-        return s.most_running > 0 or waiting < 2 * s.instances
-    return s.idle - waiting > 0
+        return bool(s.most_running > 0 or waiting < 2 * s.instances)
+    return bool(s.idle - waiting > 0)
 
 
 @compiled
@@ -322,7 +324,7 @@ def dequeue(s: Row, requests: Table, queues: Table) -> int:
         place = queue.late_head
         queue.late_head = requests[place].after
         queue.late_count -= 1
-    return place
+    return int(place)
 
 
 @compiled
@@ -595,18 +597,11 @@ def leave_cpu(s: Row, instance: Row) -> None:
 
 
 @compiled
-def end(
-    now: float,
-    place: int,
-    s: Row,
-    requests: Table,
-    payloads: Table,
-    instances: Table,
-    queues: Table,
-    sizes: Table,
-    jobs: IntArray,
-) -> None:
-    """An execution has ended: answers leave, the batcher is told, the instance asks for more (Payload::Execute in payload.cc)."""
+def close(now: float, place: int, s: Row, requests: Table, payloads: Table, instances: Table, jobs: IntArray) -> bool:
+    """An execution has ended and its answers leave (Payload::Execute in payload.cc). Whether the batcher looks before `release`.
+
+    Triton notifies the batcher before the instance is free again, and which of the two threads runs first is chance.
+    """
     instance = instances[place]
     payload = payloads[instance.payload]
     s.busy_us += now - instance.from_us
@@ -617,18 +612,28 @@ def end(
             s.ordered += 1
     else:
         answer(s, requests, payload, jobs)
-    # NOTE: the batcher is notified before the instance is free again, and which of the two threads runs first is chance.
-    is_batcher_first = s.batcher_first > 0 and (s.batcher_first >= 1 or uniform(s) < s.batcher_first)
-    if is_batcher_first:
-        batcher(now, False, s, requests, payloads, instances, queues, sizes, jobs)
+    return bool(s.batcher_first > 0 and (s.batcher_first >= 1 or uniform(s) < s.batcher_first))
+
+
+@compiled
+def release(
+    now: float,
+    place: int,
+    is_notified: bool,
+    s: Row,
+    requests: Table,
+    payloads: Table,
+    instances: Table,
+    sizes: Table,
+) -> bool:
+    """The instance asks for its next payload. Whether the batcher looks then: notified by the end, or by a payload that began."""
+    instance = instances[place]
     instance.payload = -1
     s.idle += 1
-    has_begun = take(now, s, requests, payloads, instances, sizes)
-    if has_begun or not is_batcher_first:
-        batcher(now, False, s, requests, payloads, instances, queues, sizes, jobs)
-    if s.has_waker and instance.payload < 0:
+    if s.has_waker:
         instance.wake_at = now + WAKE_AFTER_US + min(s.delay_us, WAKE_DELAY_MOST_US) + s.slack_us
         instance.wake_stage = 0
+    return take(now, s, requests, payloads, instances, sizes) or is_notified
 
 
 @compiled

@@ -122,8 +122,10 @@ def _wire(costs: Costs, count: int, seed: int) -> FloatArray:
     """Time on the wire of each request, us; independent of what the kernel draws."""
     if len(set(costs.wire_factor)) == 1:
         return np.full(count, costs.wire_us * costs.wire_factor[0])
-    shares = np.random.default_rng((seed, 1)).random(count) * (len(costs.wire_factor) - 1)
-    return costs.wire_us * np.interp(shares, np.arange(len(costs.wire_factor)), costs.wire_factor)
+    quantiles = np.array(costs.wire_factor)
+    place = np.random.default_rng((seed, 1)).random(count) * (len(quantiles) - 1)
+    below = place.astype(np.int64)
+    return costs.wire_us * (quantiles[below] + (place - below) * np.diff(quantiles)[below])
 
 
 def _requests(

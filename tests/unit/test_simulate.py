@@ -1,0 +1,297 @@
+"""The simulated batcher against schedules computed by hand, textbook queues, and its own books."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tritonpilot import model_config
+from tritonpilot.arrivals import Stream, Traffic, traffic
+from tritonpilot.commands import simulate as command
+from tritonpilot.costs import Costs
+from tritonpilot.errors import SpecError
+from tritonpilot.outcome import REJECTED, TIMED_OUT
+from tritonpilot.simulate import Batcher, Host, Level, Simulated, simulate
+from tritonpilot.simulate.run import TOO_LARGE
+
+ROOT = Path(__file__).resolve().parents[2]
+#: 1 ms for any batch, nothing else costs.
+FLAT = Costs(rows=(1, 64), execution_us=(1000.0, 1000.0), request_us=0.0)
+SHARP = Host(timer_slack_us=0.0, batcher_first=0.0)
+LEVELS = (Level("high"), Level("low"))
+
+
+def arriving(*at_ms: float, rows: int | tuple[int, ...] = 1, stream: tuple[int, ...] = ()) -> Traffic:
+    sizes = np.full(len(at_ms), rows, dtype=np.int32) if isinstance(rows, int) else np.array(rows, dtype=np.int32)
+    return Traffic(
+        np.array(at_ms) / 1e3, sizes, np.array(stream or [0] * len(at_ms), dtype=np.int16), max(at_ms) / 1e3 + 1
+    )
+
+
+def served(batcher: Batcher, load: Traffic, costs: Costs = FLAT, host: Host = SHARP, streams: int = 1) -> Simulated:
+    named = [Stream(f"s{n}", 1, priority=n + 1 if len(batcher.levels) > 1 else 0) for n in range(streams)]
+    return simulate(batcher, costs, load, named, host=host)
+
+
+def latencies_ms(found: Simulated) -> tuple[float, float]:
+    """Smallest and largest, which the histogram keeps exactly."""
+    return found.outcome.latency.min_us / 1e3, found.outcome.latency.max_us / 1e3
+
+
+def test_a_lone_request_waits_for_the_queue_delay():
+    found = served(Batcher(queue_delay_us=500, max_batch_size=8), arriving(0))
+    assert latencies_ms(found) == pytest.approx((1.5, 1.5))
+    assert found.batch_sizes == {1: 1}
+    assert found.queue_us == pytest.approx(500)
+
+
+def test_requests_within_the_delay_of_the_first_share_its_batch():
+    found = served(Batcher(500, 8), arriving(0, 0.2, 0.4))
+    assert found.batch_sizes == {3: 1}
+    assert latencies_ms(found) == pytest.approx((1.1, 1.5))
+
+
+def test_a_full_batch_does_not_wait():
+    assert latencies_ms(served(Batcher(500_000, 2), arriving(0, 0.2))) == pytest.approx((1.0, 1.2))
+
+
+def test_without_a_delay_batches_form_while_the_instance_is_busy():
+    found = served(Batcher(0, 8), arriving(0, 0.1, 0.2, 0.3))
+    assert found.batch_sizes == {1: 1, 3: 1}
+    assert latencies_ms(found) == pytest.approx((1.0, 1.9))
+
+
+def test_a_preferred_size_goes_at_once_and_the_rest_waits_for_its_own_delay():
+    found = served(Batcher(2000, 8, preferred_batch_sizes=(4,)), arriving(0, 0.1, 0.2, 0.3, 0.4))
+    assert found.batch_sizes == {4: 1, 1: 1}
+    assert latencies_ms(found) == pytest.approx((1.0, 3.0))  # the fifth waits from 0.4 to 2.4
+
+
+def test_payloads_that_wait_are_merged_up_to_the_maximum():
+    # 6 rows do not fit to the first 5; they wait behind it in the instance's queue and go together with the last.
+    found = served(Batcher(100, 8), arriving(0, 0.5, 0.6, 0.7, rows=(1, 5, 6, 2)))
+    assert found.batch_sizes == {1: 1, 5: 1, 8: 1}
+
+
+def test_rows_count_and_not_requests():
+    assert served(Batcher(1000, 8), arriving(0, 0.1, 0.2, rows=(3, 3, 3))).batch_sizes == {6: 1, 3: 1}
+
+
+def test_the_higher_level_goes_first():
+    # A low request runs to 1 ms; of those that wait then, the high one goes first although it came last.
+    found = served(Batcher(0, 1, levels=LEVELS), arriving(0, 0.1, 0.2, 0.3, stream=(1, 1, 1, 0)), streams=2)
+    assert found.outcome.by_stream["s0"].p_ms(1) == pytest.approx(1.7)
+    assert found.outcome.by_stream["s1"].p_ms(1) == pytest.approx(3.8)
+
+
+def test_a_full_queue_rejects_and_every_request_ends_once():
+    levels = (Level("high", max_queue_size=2), Level("low"))
+    found = served(Batcher(0, 1, levels=levels), arriving(0, 0.1, 0.2, 0.3, 0.4))
+    assert found.outcome.errors == {REJECTED: 2}
+    assert found.outcome.answered == 3
+
+
+def test_a_request_is_rejected_when_the_batcher_looks_after_its_timeout():
+    levels = (Level("high", timeout_us=500), Level("low"))
+    found = served(Batcher(0, 1, levels=levels), arriving(0, 0.1, 0.9))
+    assert found.outcome.errors == {TIMED_OUT: 1}
+    assert latencies_ms(found) == pytest.approx((1.0, 1.1))
+
+
+def test_a_delayed_request_goes_behind_its_own_level_instead():
+    levels = (Level("high", timeout_us=500, action="delay"), Level("low"))
+    found = served(Batcher(0, 1, levels=levels), arriving(0, 0.1, 0.9))
+    assert found.outcome.errors == {}
+    assert latencies_ms(found) == pytest.approx((1.0, 2.9))  # 0.9 overtakes 0.1
+
+
+def test_a_request_shortens_its_timeout_only_where_its_level_allows():
+    late = [Stream("s", 1, priority=1, timeout_ms=0.5)]
+    for allows, errors in ((True, {TIMED_OUT: 1}), (False, {})):
+        levels = (Level("high", timeout_us=10**6, allow_timeout_override=allows), Level("low"))
+        assert simulate(Batcher(0, 1, levels=levels), FLAT, arriving(0, 0.1), late, host=SHARP).outcome.errors == errors
+
+
+@pytest.mark.parametrize(("has_waker", "latency_ms"), [(False, 585.0), (True, 86.11)])
+def test_a_missed_end_stalls_for_500_ms_unless_the_waker_comes(has_waker: bool, latency_ms: float):
+    slow = replace(FLAT, execution_us=(50_000.0, 50_000.0))
+    batcher = Batcher(0, 8, levels=LEVELS, has_waker=has_waker)
+    found = served(batcher, arriving(0, 15), slow, replace(SHARP, batcher_first=1.0))
+    assert latencies_ms(found) == pytest.approx((50.0, latency_ms))
+
+
+def test_without_levels_nothing_stalls():
+    slow = replace(FLAT, execution_us=(50_000.0, 50_000.0))
+    found = served(Batcher(0, 8, has_waker=False), arriving(0, 15), slow, replace(SHARP, batcher_first=1.0))
+    assert latencies_ms(found) == pytest.approx((50.0, 85.0))
+
+
+def test_the_rate_limiter_bounds_what_runs_at_once():
+    two = Batcher(0, 1, instances=2)
+    free = replace(FLAT, cores=2)
+    assert latencies_ms(served(two, arriving(0, 0.1), free)) == pytest.approx((1.0, 1.0))
+    limited = replace(two, resources={"memory": 2}, resource_counts={"memory": 3})
+    assert latencies_ms(served(limited, arriving(0, 0.1), free)) == pytest.approx((1.0, 1.9))
+
+
+def test_preserve_ordering_holds_answers_back():
+    costs = replace(FLAT, rows=(1, 64), execution_us=(1000.0, 64_000.0), cores=2)
+    load = arriving(0, 0.1, rows=(32, 1))
+    assert latencies_ms(served(Batcher(0, 32, instances=2), load, costs))[0] == pytest.approx(1.0)
+    assert latencies_ms(served(Batcher(0, 32, instances=2, preserve_ordering=True), load, costs)) == pytest.approx(
+        (31.9, 32.0)
+    )
+
+
+def test_the_front_end_and_an_execution_share_a_core():
+    costs = replace(FLAT, front_us=100.0, reply_us=50.0)
+    found = served(Batcher(0, 1), arriving(0, 0.5), costs)
+    # First: in at 0.1, 1 ms of execution with 0.1 ms taken from it, out 0.05 later. Second: executed from 1.2 on.
+    assert latencies_ms(found) == pytest.approx((1.25, 1.8))
+    apart = served(Batcher(0, 1), arriving(0, 0.5), replace(costs, cores=2))
+    assert latencies_ms(apart)[0] == pytest.approx(1.15)
+    assert found.cpu_cores == pytest.approx(2.3 / 1000.5)
+
+
+def test_a_slice_protects_an_execution_from_the_front_end():
+    costs = replace(FLAT, front_us=100.0)
+    found = served(Batcher(0, 1), arriving(0, 0.5), costs, replace(SHARP, slice_us=5000.0))
+    assert latencies_ms(found)[0] == pytest.approx(1.1)
+
+
+def test_a_device_leaves_the_core_to_the_front_end():
+    costs = replace(FLAT, front_us=100.0, is_on_cpu=False, host_us=200.0)
+    found = served(Batcher(0, 1), arriving(0, 0.5), costs)
+    assert latencies_ms(found) == pytest.approx((1.1, 1.6))
+    assert found.cpu_cores == pytest.approx(0.6 / 1000.5)
+
+
+def test_the_wire_counts_in_the_latency_and_not_in_the_queue():
+    found = served(Batcher(0, 1), arriving(0), replace(FLAT, wire_us=300.0))
+    assert latencies_ms(found) == pytest.approx((1.3, 1.3))
+    assert found.queue_us == pytest.approx(0)
+
+
+def test_a_request_of_too_many_rows_is_refused():
+    assert served(Batcher(0, 4), arriving(0, 1, rows=(5, 4))).outcome.errors == {TOO_LARGE: 1}
+
+
+def poisson(rate_per_s: float, seconds: float) -> tuple[Traffic, list[Stream]]:
+    streams = [Stream("s", rate_per_s, slo_ms=10)]
+    return traffic(streams, seconds, 3), streams
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_one_server_waits_as_pollaczek_and_khinchine_say(load: float):
+    spread = tuple(np.linspace(0.5, 1.5, 101))  # uniform: E[S^2] = S^2 (1 + 1/12)
+    for factor, second_moment in (((1.0,) * 101, 1.0), (spread, 1 + 1 / 12)):
+        requests, streams = poisson(load * 1000, 300)
+        found = simulate(Batcher(0, 1), replace(FLAT, factor=factor), requests, streams, host=SHARP)
+        assert found.queue_us == pytest.approx(load * second_moment * 1000 / (2 * (1 - load)), rel=0.05)
+        assert found.utilisation == pytest.approx(load, rel=0.02)
+
+
+def test_several_servers_wait_as_erlang_says():
+    servers, load = 4, 0.8
+    share = np.linspace(0, 0.99, 100)
+    factor = np.append(
+        -np.log(1 - share), 2 * (1 - np.log(0.01)) + np.log(0.01)
+    )  # exponential; the tail keeps its mean
+    requests, streams = poisson(load * servers * 1000, 120)
+    batcher, costs = Batcher(0, 1, instances=servers), replace(FLAT, factor=tuple(factor), cores=8)
+    found = simulate(batcher, costs, requests, streams, host=SHARP)
+    offered = load * servers
+    last = offered**servers / math.factorial(servers) / (1 - load)
+    waits = last / (sum(offered**k / math.factorial(k) for k in range(servers)) + last)
+    assert found.queue_us == pytest.approx(waits * 1000 / (servers - offered), rel=0.08)
+
+
+def test_every_request_ends_once_and_the_seed_decides_all():
+    levels = (Level("high", 50, 20_000), Level("low", 100, 5_000, "delay"), Level("rest", 20, 3_000))
+    streams = [Stream(str(n), 3000, rows={1: 3, 7: 1}, priority=n + 1, slo_ms=20) for n in range(3)]
+    requests = traffic(streams, 3, 5)
+    costs = Costs(
+        (1, 64), (400.0, 3000.0), 3.0, tuple(np.linspace(0.8, 1.2, 101)), 20.0, 1.0, 10.0, 100.0,
+        tuple(np.linspace(0.1, 1.9, 101)),
+    )  # fmt: skip
+    for batcher in (Batcher(300, 32, (8, 16), 2, levels), Batcher(0, 16, (), 1, levels, has_waker=False)):
+        found = simulate(batcher, costs, requests, streams, seed=1)
+        outcome = found.outcome
+        assert outcome.answered + sum(outcome.errors.values()) == len(requests)
+        assert sum(rows * times for rows, times in found.batch_sizes.items()) == outcome.rows
+        assert outcome.errors[REJECTED] > 0
+        assert outcome.errors[TIMED_OUT] > 0
+        assert simulate(batcher, costs, requests, streams, seed=1).as_dict() == found.as_dict()
+        assert simulate(batcher, costs, requests, streams, seed=2).as_dict() != found.as_dict()
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 8])
+def test_an_overloaded_batcher_without_a_delay_works_off_its_queue(max_batch_size: int):
+    costs = Costs((1, 16, 64), (10_000.0, 11_000.0, 16_000.0), 0.0, is_on_cpu=False)
+    requests, streams = poisson(1500, 0.2)
+    found = simulate(Batcher(0, max_batch_size), costs, requests, streams)
+    assert found.outcome.answered == len(requests)
+    assert found.mean_rows == pytest.approx(max_batch_size, rel=0.1)
+
+
+def test_a_batcher_is_read_from_a_config():
+    config = model_config.parse((ROOT / "model_repository/ctr/config.pbtxt").read_text(), "ctr")
+    found = Batcher.of(config)
+    assert (found.queue_delay_us, found.max_batch_size, found.instances, found.default_level) == (500, 256, 1, 1)
+    assert [level.name for level in found.levels] == ["realtime", "batch", "wake"]
+    assert found.levels[0] == Level("realtime", 1000, 150_000, "reject", False)
+    assert not found.prefetches
+    assert found.place(Stream("s", 1, caller_class="batch")) == 1
+    assert found.place(Stream("s", 1, priority=9)) == 0
+    with pytest.raises(SpecError, match="did you mean realtime"):
+        found.place(Stream("s", 1, caller_class="realtme"))
+    del config.dynamic_batching.priority_queue_policy[1]
+    config.ClearField("dynamic_batching")
+    with pytest.raises(SpecError, match="no dynamic batcher"):
+        Batcher.of(config)
+
+
+def test_impossible_batchers_are_refused():
+    with pytest.raises(SpecError, match="preferred batch size"):
+        Batcher(0, 4, preferred_batch_sizes=(8,))
+    with pytest.raises(SpecError, match="more of a resource than there is"):
+        Batcher(0, 4, resources={"a": 2}, resource_counts={"a": 1})
+
+
+def run(*argv: str, folder: Path) -> tuple[int, str, BaseException | None]:
+    app = typer.Typer()
+    app.command("simulate")(command.command)
+    (folder / "costs.json").write_text(json.dumps(FLAT.as_dict()))
+    done = CliRunner().invoke(app, [*argv, "--models", str(ROOT / "models"), "--costs", str(folder / "costs.json")])
+    return done.exit_code, done.stdout, done.exception
+
+
+@pytest.mark.skipif(not (ROOT / "models/ctr/build/model.onnx").is_file(), reason="the ctr model is not prepared")
+def test_the_command_says_what_becomes_of_a_load(tmp_path: Path):
+    argv = ("ctr", "--rate", "500", "--rate", "batch=100", "--seconds", "5")
+    code, said, _ = run(*argv, "--json", folder=tmp_path)
+    assert code == 0
+    found = json.loads(said[said.index("{") :])
+    assert set(found["outcome"]["streams"]) == {"realtime", "batch"}
+    assert found["outcome"]["answered"] == found["outcome"]["requests"] > 2500
+    assert sum(found["batch_sizes"].values()) == found["executions"]
+    code, said, _ = run(*argv, folder=tmp_path)
+    assert code == 0
+    assert "rows of a batch" in said
+    assert run("ctr", "--rate", "night=1", folder=tmp_path)[2].__class__ is SpecError
+    assert run("ctr", "--rate", "many", folder=tmp_path)[0] == 2
+
+
+def test_a_replica_gets_its_part_of_every_stream():
+    streams = [Stream("a", 3000), Stream("b", 1000)]
+    whole = traffic(streams, 10, 1)
+    part = command.share(whole, 4, 1)
+    assert len(part) == pytest.approx(len(whole) / 4, rel=0.03)
+    assert np.bincount(part.stream)[0] == pytest.approx(7500, rel=0.05)
