@@ -56,7 +56,7 @@ import os, sys
 with open({pids!r}, "a") as file:
     file.write(f"{{os.getpid()}}\\n")
 os.sched_setaffinity(0, {cores!r})
-os.execve({binary!r}, [{binary!r}, *{first!r}, *sys.argv[1:], *{last!r}], {{**os.environ, **{variables!r}}})
+os.execve({binary!r}, [{binary!r}, *{first!r}, *sys.argv[1:]], {{**os.environ, **{variables!r}}})
 """
 
 
@@ -118,7 +118,6 @@ def search(
     samples: Mapping[str, npt.NDArray[Any]],
     *,
     slo_ms: float,
-    rows: int = 1,
     cores: Cores,
     say: Callable[[str], None],
     settings: Mapping[str, object] | None = None,
@@ -126,8 +125,9 @@ def search(
 ) -> Search:
     """Run the quick search on `model` of the repository `root`: tritonserver on one core, perf_analyzer on the other.
 
-    It maximises throughput with a P99 of at most `slo_ms` and sends real rows, `rows` a request. `settings` are added to its
-    configuration file, whose defaults it otherwise keeps. Raises MeasurementError when it fails or takes longer than `timeout_s`.
+    It maximises throughput with a P99 of at most `slo_ms` and sends real rows, one a request: the quick search has no other size (a
+    batch-size in its configuration ends version 1.58 with a TypeError). `settings` are added to its configuration file,
+    whose defaults it otherwise keeps. Raises MeasurementError when it fails or takes longer than `timeout_s`.
     """
     command = install(say)
     installation = find_installation()
@@ -139,8 +139,8 @@ def search(
         pids.touch()
         perf_analyzer.write_input_data(folder / "input.json", samples)
         server = _server_launcher(installation, folder, shm_prefix, cores.server, pids)
-        client = _client_launcher(folder, rows, cores.client, pids)
-        said = _configuration(root, model, slo_ms, rows, folder, ports, server, client)
+        client = _client_launcher(folder, cores.client, pids)
+        said = _configuration(root, model, slo_ms, folder, ports, server, client)
         (folder / "config.yaml").write_text(yaml.safe_dump({**said, **(settings or {})}), encoding="utf-8")
         began = time.monotonic()
         try:
@@ -190,7 +190,7 @@ def _measured(row: Mapping[str, str]) -> Measured:
 
 
 def _configuration(
-    root: Path, model: str, slo_ms: float, rows: int, folder: Path, ports: Sequence[int], server: Path, client: Path
+    root: Path, model: str, slo_ms: float, folder: Path, ports: Sequence[int], server: Path, client: Path
 ) -> dict[str, object]:
     http, grpc, metrics = ports
     return {
@@ -208,7 +208,6 @@ def _configuration(
         "perf_analyzer_path": str(client),
         "skip_detailed_reports": True,
         "inference_output_fields": list(FIELDS),
-        "run_config_search_min_model_batch_size": rows,  # a smaller one refuses the requests
         "profile_models": {
             model: {
                 "cpu_only": True,
@@ -238,12 +237,9 @@ def _server_launcher(installation: Installation, folder: Path, shm_prefix: str, 
     return _launcher(folder / "tritonserver", installation.binary, variables, core, pids, first=arguments)
 
 
-def _client_launcher(folder: Path, rows: int, core: int, pids: Path) -> Path:
-    """perf_analyzer, with the rows of a request at the end, where they count: Model Analyzer 1.58 says `-b 1`, and ends with a
-    TypeError when its configuration has a batch-size."""
+def _client_launcher(folder: Path, core: int, pids: Path) -> Path:
     binary = perf_analyzer_binary.find()
-    path = folder / "perf_analyzer"
-    return _launcher(path, binary.path, _changes(binary.environment()), core, pids, last=["-b", str(rows)])
+    return _launcher(folder / "perf_analyzer", binary.path, _changes(binary.environment()), core, pids)
 
 
 def _launcher(
@@ -254,7 +250,6 @@ def _launcher(
     pids: Path,
     *,
     first: Sequence[str] = (),
-    last: Sequence[str] = (),
 ) -> Path:
     text = LAUNCHER.format(
         python=sys.executable,
@@ -262,7 +257,6 @@ def _launcher(
         cores={core},
         binary=str(binary),
         first=list(first),
-        last=list(last),
         variables=dict(variables),
     )
     path.write_text(text, encoding="utf-8")

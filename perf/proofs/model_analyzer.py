@@ -1,8 +1,9 @@
 """Which choice is better, and which came sooner: the tuner's or Model Analyzer's? Both for ctr, on the same tritonserver and cores.
 
-Each then serves, open loop and by turns, the highest rate at which it keeps the SLO. Model Analyzer gets the model without classes
-(its closed loops would fill their queues) and without warmup (tritonserver 2.51 crashes where a warmup's batch exceeds the
-`max_batch_size` that Model Analyzer tries).
+Each then serves, open loop and by turns, the highest rate at which it keeps the SLO, of requests of 8 rows: with smaller ones the
+sender would be the limit. Model Analyzer searches with one row a request, for it has no other size. It gets the model without
+classes (its closed loops would fill their queues) and without warmup (tritonserver 2.51 crashes where a warmup's batch exceeds
+the `max_batch_size` that Model Analyzer tries).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tritonpilot.tune import Space, Tuned, Wish, tune
 from tritonpilot.tune.search import KEPT
 
 SLO_MS = 50.0
-ROWS = 8  # of a request: with fewer one core of senders would be the limit
+ROWS = 8  # of a request
 MOST_PER_S = 4000.0  # requests that it is asked to send
 LEAST_FASTER = 5.0
 ROUNDS = 3
@@ -131,7 +132,7 @@ def _tuned(bench: Bench, service: Service, space: Space, known: Tuned | None = N
 
 
 def _analyzed(bench: Bench, service: Service, root: Path) -> Search:
-    """What Model Analyzer finds for the same model, requests, SLO and cores."""
+    """What Model Analyzer finds for the same model, SLO and cores, with its own size of requests: one row."""
     plain = service.model_copy(update={"classes": [], "default_class": None, "warmup": None})
     root.mkdir()
     repository.publish(root, [plan.folder for plan in build.plan([plain], "auto")])
@@ -141,7 +142,6 @@ def _analyzed(bench: Bench, service: Service, root: Path) -> Search:
         service.service,
         samples.read(service.samples),
         slo_ms=SLO_MS,
-        rows=ROWS,
         cores=bench.cores,
         say=bench.say,
         settings=QUICK_SETTINGS if bench.quick else None,

@@ -46,11 +46,11 @@ def test_report_that_cannot_be_read_is_an_error(tmp_path: Path, text: str | None
         model_analyzer.read(path)
 
 
-def test_launcher_becomes_the_program_with_its_own_arguments_around(tmp_path: Path) -> None:
+def test_launcher_becomes_the_program_with_its_own_arguments_first(tmp_path: Path) -> None:
     core, pids = max(os.sched_getaffinity(0)), tmp_path / "pids"
     path = model_analyzer._launcher(
-        tmp_path / "say", Path("/bin/sh"), {"X": "of"}, core, pids, first=["-c", 'echo "$X $0 $1 $2"'], last=["z"]
+        tmp_path / "say", Path("/bin/sh"), {"X": "of"}, core, pids, first=["-c", 'echo "$X $0 $1"']
     )
     done = subprocess.run([path, "a", "b"], capture_output=True, text=True, check=True)
-    assert done.stdout == "of a b z\n"
+    assert done.stdout == "of a b\n"
     assert len(pids.read_text().split()) == 1

@@ -164,7 +164,7 @@ def plan(
     rows = []
     for rate in rates_per_s:
         rows.append(_row(replica, rate, fleet, capacity, saturated, cost_per_hour))
-        say(f"{rate:,.0f} requests/s: {rows[-1].replicas:,} replicas")
+        say(f"{rate:,.0f} requests/s: {_replicas_in_words(rows[-1].replicas)}")
     return Plan(
         rows=tuple(rows),
         capacity_per_s=capacity,
@@ -333,12 +333,13 @@ def _replicas(replica: Replica, rate: float, fleet: Fleet, capacity: float) -> i
 
 def _reason(replica: Replica, row: Row, fleet: Fleet, capacity: float, saturated: float) -> str:
     burst = f"a burst of {fleet.burst:g} times the rate" if fleet.burst > 1 else "the rate"
-    down = f" with {fleet.spare} replica{'s' * (fleet.spare != 1)} down" if fleet.spare else ""
+    down = f" with {_replicas_in_words(fleet.spare)} down" if fleet.spare else ""
+    whose = f"the busiest one, with {row.imbalance:.3g} times the mean share," if row.imbalance > 1 else "each"
+    at_rate = f", and {row.p99_ms:.3g} ms at the rate itself, where replicas are {row.utilisation:.0%} busy"
     words = [
         f"One replica keeps the promises up to {capacity:,.0f} requests/s; saturated it answers {saturated:,.0f}, too late.",
-        f"For {row.rate_per_s:,.0f} requests/s {row.replicas:,} replicas are needed so that the busiest one, with "
-        f"{row.imbalance:.3g} times the mean share, keeps them at {burst}{down}: its P99 is then {row.burst_p99_ms:.3g} ms, "
-        f"and {row.p99_ms:.3g} ms at the rate itself, where replicas are {row.utilisation:.0%} busy.",
+        f"For {row.rate_per_s:,.0f} requests/s {_replicas_in_words(row.replicas)} are needed so that {whose} keeps them at "
+        f"{burst}{down}: P99 is then {row.burst_p99_ms:.3g} ms{at_rate if fleet.burst > 1 or fleet.spare else ''}.",
     ]
     if row.naive_replicas < row.replicas:
         share = fleet.busiest_per_s(row.rate_per_s, row.naive_replicas) * fleet.burst
@@ -349,6 +350,10 @@ def _reason(replica: Replica, row: Row, fleet: Fleet, capacity: float, saturated
             "busiest one's requests would be late or refused."
         )
     return " ".join(words)
+
+
+def _replicas_in_words(count: int) -> str:
+    return f"{count:,} replica{'s' * (count != 1)}"
 
 
 def _check(rates_per_s: Sequence[float], cost_per_hour: float | None) -> None:
