@@ -18,7 +18,7 @@ from tritonpilot.outcome import CONNECTION, NO_ANSWER
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 LOOK_S = 0.5
-SWITCH_S = 0.0002  # how long another thread may hold the interpreter; its default of 5 ms would show as latency
+SWITCH_S = 0.00005  # how long another thread may hold the interpreter; its default of 5 ms would show as latency
 OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -67,9 +67,10 @@ def send(job: Job, start: float, on_look: Callable[[int, int, Log], None] | None
             for request in range(count):
                 while (left := at[request] - clock()) > 0:
                     time.sleep(min(left, max(0.0, look - clock())))
-                    if on_look is not None and clock() >= look:
+                    if clock() >= look:
                         look = clock() + LOOK_S
-                        on_look(request, in_flight, log)
+                        if on_look is not None:
+                            on_look(request, in_flight, log)
                 place = job.place[request]
                 with lock:
                     in_flight += 1

@@ -28,9 +28,9 @@ LENGTH = b"\r\ncontent-length:"
 CHUNKED = b"\r\ntransfer-encoding: chunked"
 CLOSE = b"\r\nconnection: close"
 SPARE_FILES = 64
-# Connections without a first answer: Triton's listener holds 1,024 that it has not accepted, and the kernel drops and repeats
-# what is more, after seconds.
-MOST_NEW = 900
+# Connections without a first answer: what does not fit into the queue of a listener that has not accepted them, the kernel drops
+# and repeats after seconds. 900 at once were too many for Triton with one HTTP thread.
+MOST_NEW = 400
 
 
 class _Connection:
