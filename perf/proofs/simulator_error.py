@@ -43,7 +43,8 @@ ROUNDS, SECONDS = (
 MOST_REQUESTS_PER_S = 2500.0  # a sender on one core must not be what is measured
 LEAST_REQUESTS = 500  # for a P99
 LOAD_LEAST, LOAD_MOST = 0.2, 0.85
-SPEED_CHANGE = 0.1  # between before and after a load
+PROFILE_PASSES = 15
+SPEED_CHANGE = 1.6  # since the profile; half a second of looking tells no less
 THROUGHPUT_ERROR = 0.05
 DELAYS_US = (0, 500, 1000, 2000, 5000)
 EMULATED_CLASSES = """\
@@ -207,7 +208,7 @@ def _trial(
 ) -> Trial:
     max_rows = min(64, setting.max_batch_size)
     before = speed(stage.server, stage.model, stage.samples, known, max_rows=max_rows)
-    rate = min(wanted * _capacity_per_s(subject, known.costs.scaled(before), setting), MOST_REQUESTS_PER_S)
+    rate = min(wanted * _capacity_per_s(subject, known.costs, setting), MOST_REQUESTS_PER_S)
     streams = [
         Stream(name or "all", rate * part, rows=dict(subject.rows), caller_class=name, priority=place if name else 0)
         for place, (name, part) in enumerate(subject.classes.items(), start=1)
@@ -218,12 +219,11 @@ def _trial(
     real = [_send(stage, each, streams) for each in sent]
     later, cpu_s = _statistics(stage), tools_machine.tree_cpu_s(stage.server.pid) - cpu_s
     after = speed(stage.server, stage.model, stage.samples, known, max_rows=max_rows)
-    if subject.is_on_cpu and abs(after / before - 1) > SPEED_CHANGE:
+    if subject.is_on_cpu and max(before, after, 1 / before, 1 / after) > SPEED_CHANGE:
         raise NoisyRoundError(
-            f"the core's speed changed: things took {before:.2f} times as long before and {after:.2f} after"
+            f"the core's speed changed: things took {before:.2f} times as long as in the profile before the load, {after:.2f} after"
         )
-    by = (before + after) / 2
-    costs = known.costs.scaled(by)
+    costs = known.costs
     simulated = [simulate(batcher, costs, each, streams, seed=number) for number, each in enumerate(sent)]
     delta = metrics.total([later]) - metrics.total([earlier])
     return Trial(
@@ -246,7 +246,7 @@ def _trial(
         simulated_queue_us=median([each.queue_us for each in simulated]),
         simulated_execution_us=median([each.execution_us for each in simulated]),
         simulated_cpu_cores=median([each.cpu_cores for each in simulated]),
-        speed=by,
+        speed=(before + after) / 2,
         p99_ms_by_class={
             stream.name: (
                 round(median([each.by_stream[stream.name].p_ms(0.99) for each in real]), 2),
