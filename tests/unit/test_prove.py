@@ -65,6 +65,12 @@ NAMES = [
     "locust_constant",
     "locust_burst",
     "stranger_locked_out",
+    "loadgen_honesty",
+    "simulator_speed",
+    "simulator_error",
+    "tuner_regret",
+    "tuner_follows_slo",
+    "tuner_vs_model_analyzer",
     "demo_time",
 ]
 
