@@ -119,19 +119,21 @@ CLAIMS = {
         Claim("stranger_locked_out", stranger.stranger_locked_out, "attempts", Bar("<=", 0), "attempts without the key, over "
               "HTTP and gRPC, to load, unload, register memory or change settings that got through"),
         Claim("loadgen_honesty", loadgen.loadgen_honesty, "of checks", Bar(">=", 1), "`tritonpilot load`: a pause of 2 s shows "
-              "fully, it sends within 1 ms of the schedule, 5,000 a second over HTTP, and agrees with perf_analyzer", needs_quiet=True),
+              "fully, it sends within 1 ms of the schedule, 5,000 a second over HTTP, and agrees with perf_analyzer",
+              needs_quiet=True),
         Claim("simulator_speed", simulator.simulator_speed, "million requests/s", Bar(">=", 1), "requests that the simulator "
               "of Triton's batcher simulates in a second", needs_quiet=True),
         Claim("simulator_error", simulator_error.simulator_error, "median error of P99", Bar("<=", 0.15), "simulated P99 against "
-              "the real server's, 36 random settings and loads of `ctr` and an emulated GPU; throughput within 5 %", needs_quiet=True),
+              "the real server's, 36 random settings and loads of `ctr` and an emulated GPU; throughput within 5 %",
+              needs_quiet=True),
         Claim("tuner_regret", tuning.tuner_regret, "of the grid's best", Bar(">=", 0.97), "goodput of the tuner's choice against "
               "the best of a grid on the real server, worst of four services; at most a tenth of the grid's measuring time",
               needs_quiet=True),
         Claim("tuner_follows_slo", tuning.tuner_follows_slo, "times the goodput", Bar(">", 1), "goodput of what is chosen for 100 "
               "ms against what is chosen for 20 ms, on the real server; batches or delay grow", needs_quiet=True),
         Claim("tuner_vs_model_analyzer", model_analyzer.tuner_vs_model_analyzer, "of Model Analyzer's goodput", Bar(">", 1),
-              "goodput of the tuner's choice for ctr within 50 ms, 8 rows a request, against Model Analyzer's quick search (1 row); "
-              "at least 5 times sooner", needs_quiet=True),
+              "goodput of the tuner's choice for ctr within 50 ms, 8 rows a request, against Model Analyzer's quick search (1 "
+              "row); at least 5 times sooner", needs_quiet=True),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )
