@@ -32,6 +32,7 @@ TIERS = ((3_000, 1.2, 100), (12_000, 1.06, 24), (40_000, 1.03, 24))
 RATES = ((3_000, 1.1, 24), (20_000, 1.03, 24))  # the same, where the highest rate is sought
 LONGEST_OF_SLO = 10.0  # serve at least so many SLOs: an overload needs time to show
 REQUESTS_MOST = 200_000
+LEAST_OF_CEILING = 1000.0  # lower rates than this part of what full batches would serve are not asked for
 OVERLOAD = 1.5  # times the highest rate: where a queue's limit matters
 LIMITS = tuple(2**k for k in range(3, 17))  # of a queue, that are tried
 LIMIT_REQUESTS = 20_000
@@ -117,29 +118,43 @@ class Judge:
         return replace(found, room=self.highest_factor(setting, requests // 2, step, ENOUGH_ROOM))
 
     def highest_factor(self, setting: Setting, requests: int, step: float, most: float = math.inf) -> float:
-        """The highest multiple of the rate at which the setting keeps every promise, up to `most`; 0: none that is worth asking.
-
-        It is found to within a factor of `step`.
+        """The highest multiple of the rate at which the setting keeps every promise, to within a factor of `step`; 0: at none
+        that is worth asking. With `most` it is known to keep them at the rate itself, and more than `most` is not asked.
         """
 
         def keeps(factor: float) -> bool:
             return self.judge(setting, requests, factor).keeps_all
 
-        if most < math.inf and keeps(most):
-            return most
-        low, high = 1.0, min(2.0, most)
-        if most < math.inf or keeps(low):  # with a `most` the caller knows that it keeps them now
-            while high < most and keeps(high):
-                low, high = high, high * 2
+        if most < math.inf:
+            if keeps(most):
+                return most
+            low, high = 1.0, most
         else:
+            if not self.answers_in_time(setting):
+                return 0.0
+            high = self._ceiling(setting)
+            low, least = high / 2, high / LEAST_OF_CEILING
             while not keeps(low):
-                if low < 1e-6:
-                    return 0.0
                 low, high = low / 2, low
+                if low < least:
+                    return 0.0
         while high / low > step:
             middle = (low * high) ** 0.5
             low, high = (middle, high) if keeps(middle) else (low, middle)
         return low
+
+    def _ceiling(self, setting: Setting) -> float:
+        """The multiple of the rate that full batches without a pause would serve."""
+        costs = self.costs[(setting.precision, setting.threads)]
+        rows = max(1, setting.max_batch_size)
+        rows_per_s = setting.instances * rows / costs.execution_mean_us(rows, 0) * 1e6
+        return rows_per_s / self.wish.rows_per_s
+
+    def answers_in_time(self, setting: Setting) -> bool:
+        """Whether a lone request of one row can be answered within the shortest SLO: it waits for the whole queue delay."""
+        delay_us = setting.queue_delay_us if setting.max_batch_size > 1 else 0
+        costs = self.costs[(setting.precision, setting.threads)]
+        return delay_us + costs.execution_mean_us(1) <= self.wish.slo_ms * 1e3
 
     def _arrivals(self, factor: float, requests: int) -> tuple[Traffic, tuple[Stream, ...]]:
         if (factor, requests) not in self._traffic:

@@ -118,6 +118,11 @@ class Wish:
         return sum(mean_rate_per_s(stream) for stream in self.streams)
 
     @property
+    def rows_per_s(self) -> float:
+        """Rows per second of all streams together; of recordings as if they had no rows of their own."""
+        return sum(mean_rate_per_s(stream) * _mean(stream.rows) for stream in self.streams)
+
+    @property
     def slo_ms(self) -> float:
         """The shortest promise, ms; infinite where nothing is promised."""
         return min(stream.slo_ms for stream in self.streams)
@@ -203,6 +208,10 @@ def mean_rate_per_s(stream: Stream) -> float:
         seen = read_recording(stream.recording)
         return len(seen.at_s) / seen.length_s
     return stream.rate_per_s
+
+
+def _mean(rows: int | Mapping[int, float]) -> float:
+    return rows if isinstance(rows, int) else sum(size * weight for size, weight in rows.items()) / sum(rows.values())
 
 
 def _largest(rows: int | Mapping[int, float]) -> int:
