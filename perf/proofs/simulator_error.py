@@ -1,8 +1,8 @@
 """How far is the simulator from the real server? Random settings and loads, the same arrivals sent to one and given to the other.
 
 Half of them on an emulated accelerator, half on `ctr` with requests of mixed sizes; with classes and without, one instance and two,
-20 to 85 % of what the setting can do. Costs are measured in a few seconds beforehand, never from the load that is predicted.
-How fast the machine is just then, which changes on shared hosts, is looked at before and after each load; a load during which it
+20 to 85 % of what the setting can do. Costs are measured in a few seconds beforehand (on the CPU again for each setting), never from
+the load that is predicted. How fast the machine is just then, which changes on shared hosts, is looked at before and after each load; a load during which it
 changed is sent again.
 """
 
@@ -36,14 +36,10 @@ from tritonpilot.spec import Service
 from tritonpilot.stage import Stage
 
 SETTINGS, LOADS = 4, 2  # of each subject
-ROUNDS, SECONDS = (
-    3,
-    4.0,
-)  # of each load; the median of the rounds is compared, so that one pause of the host does not decide
+ROUNDS, SECONDS = 3, 4.0  # of each load; the median of the rounds counts, so that one pause of the host does not decide
 MOST_REQUESTS_PER_S = 2500.0  # a sender on one core must not be what is measured
 LEAST_REQUESTS = 500  # for a P99
 LOAD_LEAST, LOAD_MOST = 0.2, 0.85
-PROFILE_PASSES = 15
 SPEED_CHANGE = 1.6  # since the profile; half a second of looking tells no less
 THROUGHPUT_ERROR = 0.05
 DELAYS_US = (0, 500, 1000, 2000, 5000)
@@ -154,17 +150,7 @@ def _subjects(folder: Path) -> list[Subject]:
 
 def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Generator) -> list[Trial]:
     settings, loads = (1, 2) if bench.quick else (SETTINGS, LOADS)
-    largest = max(subject.batch_sizes)
-    stage.apply(Setting(queue_delay_us=500, max_batch_size=largest))
-    with machine.pinned(bench.cores.client):
-        known = profile(
-            stage.server,
-            stage.model,
-            stage.samples,
-            max_batch_size=largest,
-            is_on_cpu=subject.is_on_cpu,
-            on_progress=bench.say,
-        )
+    known: Profile | None = None
     found = []
     for _ in range(settings):
         setting = Setting(
@@ -172,14 +158,16 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
             max_batch_size=int(random.choice(subject.batch_sizes)),
             instances=int(random.choice(subject.instances)),
         )
+        if known is None or subject.is_on_cpu:  # the speed of a shared core changes from minute to minute
+            known = _profile(bench, subject, stage)
         stage.apply(setting)
-        batcher = Batcher.of(_config(setting.applied(subject.service)))
+        batcher, profiled = Batcher.of(_config(setting.applied(subject.service))), known
         for _ in range(loads):
             wanted, seed = float(random.uniform(LOAD_LEAST, LOAD_MOST)), int(random.integers(1 << 30))
             with machine.pinned(bench.cores.client):
                 found += bench.rounds(
                     1,
-                    lambda: _trial(bench, subject, stage, setting, batcher, known, wanted, seed),  # noqa: B023
+                    lambda: _trial(bench, subject, stage, setting, batcher, profiled, wanted, seed),  # noqa: B023
                     check=stage.server.check_alive,
                     retries=bench.noisy_rounds + 4,
                 )
@@ -194,6 +182,20 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
                 f"speed {last.speed:.2f}, P99 by class {dict(last.p99_ms_by_class)}"
             )
     return found
+
+
+def _profile(bench: Bench, subject: Subject, stage: Stage) -> Profile:
+    largest = max(subject.batch_sizes)
+    stage.apply(Setting(queue_delay_us=500, max_batch_size=largest))
+    with machine.pinned(bench.cores.client):
+        return profile(
+            stage.server,
+            stage.model,
+            stage.samples,
+            max_batch_size=largest,
+            is_on_cpu=subject.is_on_cpu,
+            on_progress=bench.say,
+        )
 
 
 def _trial(
