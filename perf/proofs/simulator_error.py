@@ -1,9 +1,9 @@
 """How far is the simulator from the real server? Random settings and loads, the same arrivals sent to one and given to the other.
 
 Half of them on an emulated accelerator, half on `ctr` with requests of mixed sizes; with classes and without, one instance and two,
-20 to 85 % of what the setting can do. Costs are measured in a few seconds beforehand (on the CPU again for each setting), never from
-the load that is predicted. How fast the machine is just then, which changes on shared hosts, is looked at before and after each load; a load during which it
-changed is sent again.
+20 to 85 % of what the setting can do. Costs are measured in a few seconds beforehand (on the CPU again for each setting), never
+from the load that is predicted. How fast the machine is just then, which changes on shared hosts, is looked at before and after
+each load; a load during which it changed much is sent again.
 """
 
 from __future__ import annotations
