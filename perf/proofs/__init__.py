@@ -142,7 +142,6 @@ CLAIMS = {
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
     "int8_image": "2.2 times FP32, 99 % of its first classes, but 17 of 20 labelled photos right, FP32 18: one is nearly a tie",
-    "locust_burst": "P99 is 16 ms in the first seconds after the step, but single seconds later reach 73 ms",
     **dict.fromkeys(
         (
             "loadgen_honesty",
