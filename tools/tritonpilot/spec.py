@@ -104,7 +104,9 @@ class Quantize(Written):
     max_loss: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.01, description="relative; its 95 % interval must lie below"
     )
-    lossless: dict[str, str] = Field({}, description="slice and value, as view: whole; rows that may lose nothing at all")
+    lossless: dict[str, str] = Field(
+        {}, description="slice and value, as view: whole; rows that may lose nothing at all"
+    )
     least_cosine: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="mean cosine of answers to FP32's, where answers are vectors"
     )

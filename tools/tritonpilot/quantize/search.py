@@ -330,11 +330,27 @@ class _Search:
         count = min(max(1, least_excluded(order, noise_without, most)), len(order) - 1)
         found: list[Candidate] = []
         while 0 < count < len(order) and self.written < self.budget.models:
-            options = dataclasses.replace(recipe.options, exclude=recipe.options.exclude | frozenset(order[:count]))
-            found.append(self.judged(f"{name}, {count} in FP32", dataclasses.replace(recipe, options=options)))
+            found.append(self.judged(f"{name}, {count} in FP32", _left(recipe, order[:count])))
             if found[-1].is_accurate:
                 break
             count = max(count + 1, math.ceil(count * 1.5))
+        if found and found[-1].is_accurate:
+            found += self.without_needless(found[-1].name, recipe, order[:count], sensitivities)
+        return found
+
+    def without_needless(
+        self, name: str, recipe: Recipe, left: Sequence[str], sensitivities: Sequence[Sensitivity]
+    ) -> list[Candidate]:
+        """INT8 models with fewer of the nodes `left` in FP32 that are accurate still: dear ones are quantised again first."""
+        shares = {each.node: each.time_share for each in sensitivities}
+        found: list[Candidate] = []
+        for node in sorted(left, key=lambda each: -shares[each]):
+            fewer = [each for each in left if each != node]
+            if not fewer or self.written >= self.budget.models:
+                break
+            found.append(self.judged(f"{name} less {node}", _left(recipe, fewer)))
+            if found[-1].is_accurate:
+                left, name = fewer, found[-1].name
         return found
 
     def climb(self, best: Candidate) -> list[Candidate]:
@@ -394,6 +410,12 @@ class _Search:
 
     def _kept(self, step: str, parts: tuple[Any, ...], make: Callable[[Path], None], suffix: str) -> Path:
         return self.store.get_or_make(cache_key(step, *parts), make, suffix)
+
+
+def _left(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
+    """The recipe with these nodes in FP32 too."""
+    options = dataclasses.replace(recipe.options, exclude=recipe.options.exclude | frozenset(nodes))
+    return dataclasses.replace(recipe, options=options)
 
 
 def _decide(search: _Search, found: list[Candidate], sensitivities: list[Sensitivity]) -> Result:

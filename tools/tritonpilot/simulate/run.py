@@ -125,7 +125,8 @@ def _wire(costs: Costs, count: int, seed: int) -> FloatArray:
     quantiles = np.array(costs.wire_factor)
     place = np.random.default_rng((seed, 1)).random(count) * (len(quantiles) - 1)
     below = place.astype(np.int64)
-    return costs.wire_us * (quantiles[below] + (place - below) * np.diff(quantiles)[below])
+    wire: FloatArray = costs.wire_us * (quantiles[below] + (place - below) * np.diff(quantiles)[below])
+    return wire
 
 
 def _requests(

@@ -250,7 +250,8 @@ def with_limits(judge: Judge, best: Judged) -> Judged:
     A limit is left as it is where another one gains less than 1 %, or costs anything at the wish's own rate.
     """
     streams = judge.wish.streams
-    classes = [s.caller_class for s in streams if s.caller_class in {level.name for level in judge.batcher.levels}]
+    named = {level.name for level in judge.batcher.levels} - {""}  # a service without classes has one queue, without a limit
+    classes = [s.caller_class for s in streams if s.caller_class in named]
     if not classes:
         return best
     setting = best.setting
