@@ -6,6 +6,7 @@ narrate("measuring")          # to stderr; results go to stdout
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,3 +74,17 @@ def cpu_list(text: str) -> list[int] | None:
     if not chosen:
         raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint="--cpus")
     return sorted(chosen)
+
+
+def weights(text: str, option: str) -> dict[str, float]:
+    """Parts, as realtime:9,batch:1. Raises typer.BadParameter."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.partition(":")
+        try:
+            found[name.strip()] = float(weight)
+        except ValueError:
+            raise typer.BadParameter(f"{part!r} is not NAME:WEIGHT", param_hint=option) from None
+        if not 0 < found[name.strip()] < math.inf:
+            raise typer.BadParameter(f"the weight of {name} is not above 0", param_hint=option)
+    return found

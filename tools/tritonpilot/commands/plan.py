@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -11,16 +10,13 @@ import typer
 
 from tritonpilot import build, columns, model_config, spec
 from tritonpilot import setting as settings
-from tritonpilot.commands.options import MODELS, Json, Models, cpu_list, narrate, numbers, show
+from tritonpilot.commands.costs import measure
+from tritonpilot.commands.options import MODELS, Json, Models, cpu_list, narrate, numbers, show, weights
 from tritonpilot.costs import Costs
-from tritonpilot.errors import HostError
 from tritonpilot.plan import COLUMNS, Fleet, burst_of, plan
-from tritonpilot.profile import profile
 from tritonpilot.setting import Setting
 from tritonpilot.simulate import Batcher
-from tritonpilot.spec import Service
-from tritonpilot.stage import Stage
-from tritonpilot.tune.wish import Wish, runs_on_cpu
+from tritonpilot.tune.wish import Wish
 
 EPILOG = "Example: tritonpilot plan ctr --rates 1000,10000,1e6 --burst 1.5 --cost-per-hour 0.4"
 
@@ -43,7 +39,7 @@ def command(
         typer.Option(help="P99 that is promised, ms. Default: slo.p99_ms.", min=0.001),
     ] = None,
     mix: Annotated[
-        str, typer.Option(help="Parts of the classes, e.g. realtime=0.9,batch=0.1. Default: the default class alone.")
+        str, typer.Option(help="Parts of the classes, as realtime:9,batch:1. Default: the default class alone.")
     ] = "",
     rows: Annotated[int, typer.Option(help="Rows per request.", min=1)] = 1,
     burst: Annotated[float, typer.Option(help="Highest rate in times the mean, with all promises kept.")] = 1.0,
@@ -71,7 +67,7 @@ def command(
 ) -> None:
     """Plan replicas of a service for loads that no test machine can make, from measured costs and simulated shares."""
     chosen = settings.find(spec.load_services(models), service)
-    wish = Wish.of(chosen, slo_ms=slo_ms, mix=_mix(mix), rows=rows, is_rate_open=True)
+    wish = Wish.of(chosen, slo_ms=slo_ms, mix=weights(mix, "--mix") if mix else None, rows=rows, is_rate_open=True)
     wanted = numbers(rates, "--rates", float) if rates else [wish.rate_per_s * factor for factor in (1, 10, 100, 1000)]
     if trace is not None and burst != 1:
         raise typer.BadParameter("give --burst or --trace, which says the burst, and not both", param_hint="--burst")
@@ -81,7 +77,7 @@ def command(
         rate_per_connection=rate_per_connection,
         spare=spare,
     )
-    known = Costs.read(costs) if costs is not None else _measured(chosen, models, cpu_list(server_cpus), save_costs)
+    known = Costs.read(costs) if costs is not None else measure(chosen, models, cpu_list(server_cpus), save_costs)
     (made,) = [item for item in build.plan([chosen]) if item.service.service == chosen.service]
     found = plan(
         Batcher.of(model_config.parse(made.folder.config_text, chosen.service)),
@@ -100,38 +96,3 @@ def command(
     title = f"{chosen.service}, {Setting.of(chosen).describe()}, P99 within {found.slo_ms:g} ms"
     show(lambda width: [columns.table(COLUMNS, said["rows"], title=title, width=width)])
     print(f"\n{found.reason}")
-
-
-def _measured(service: Service, models: Path, cpus: list[int] | None, save: Path | None) -> Costs:
-    """The costs of the service as its file sets it, from a few seconds of a real server."""
-    if save is not None and not os.access(save.resolve().parent, os.W_OK):
-        raise HostError(
-            f"{save.resolve().parent} cannot be written to, so --save-costs has no use. Nothing was measured."
-        )
-    setting = Setting.of(service)
-    with Stage(service, models, cpus=cpus, on_progress=narrate) as stage:
-        stage.apply(setting)
-        found = profile(
-            stage.server,
-            stage.model,
-            stage.samples,
-            max_batch_size=max(1, setting.max_batch_size),
-            cores=len(cpus) if cpus else len(os.sched_getaffinity(0)),
-            is_on_cpu=runs_on_cpu(service),
-            on_progress=narrate,
-        ).costs
-    if save is not None:
-        found.write(save)
-        narrate(f"the costs are in {save}")
-    return found
-
-
-def _mix(text: str) -> dict[str, float] | None:
-    found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
-        name, _, weight = part.partition("=")
-        try:
-            found[name.strip()] = float(weight)
-        except ValueError:
-            raise typer.BadParameter(f"{part!r} is not CLASS=PART", param_hint="--mix") from None
-    return found or None

@@ -19,6 +19,7 @@ from tritonpilot import build, columns, model_config, spec
 from tritonpilot import setting as settings
 from tritonpilot.arrivals import Stream, Traffic, traffic
 from tritonpilot.columns import Column
+from tritonpilot.commands.costs import measure
 from tritonpilot.commands.options import MODELS, Json, Models, narrate, show
 from tritonpilot.costs import Costs
 from tritonpilot.errors import SpecError
@@ -58,7 +59,10 @@ def command(
     ] = None,
     costs: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="JSON of measured costs; default: build/costs-SERVICE.json.", metavar="FILE"),
+        typer.Option(
+            help="JSON of measured costs; default: build/costs-SERVICE.json, else measured now.",
+            metavar="FILE",
+        ),
     ] = None,
     replicas: Annotated[int, typer.Option(help="Servers that share the load, each request going to any.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Of arrivals and simulation.", min=0)] = 0,
@@ -80,7 +84,7 @@ def command(
     else:
         service = settings.find(services, what)
         streams = _streams(service, rate or [], arrivals, trace, rows, slo_ms)
-    known = Costs.read(costs or Path("build") / f"costs-{service.service}.json")
+    known = _costs(service, models, costs)
     (made,) = [item for item in build.plan([service]) if item.service.service == service.service]
     batcher = Batcher.of(model_config.parse(made.folder.config_text, service.service))
     expected = sum(stream.rate_per_s for stream in streams) * seconds
@@ -114,6 +118,14 @@ def share(load: Traffic, replicas: int, seed: int) -> Traffic:
         return load
     mine = np.random.default_rng((seed, 2)).random(len(load)) < 1 / replicas
     return Traffic(load.at_s[mine], load.rows[mine], load.stream[mine], load.seconds)
+
+
+def _costs(service: Service, models: Path, given: Path | None) -> Costs:
+    kept = Path("build") / f"costs-{service.service}.json"
+    if given is not None or kept.exists():
+        return Costs.read(given or kept)
+    kept.parent.mkdir(exist_ok=True)
+    return measure(service, models, None, kept)
 
 
 def _streams(

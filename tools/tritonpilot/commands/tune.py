@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from tritonpilot import setting as settings
 from tritonpilot import spec
-from tritonpilot.commands.options import MODELS, Cpus, Json, Models, TargetOption, cpu_list, narrate, numbers
+from tritonpilot.commands.options import MODELS, Cpus, Json, Models, TargetOption, cpu_list, narrate, numbers, weights
 from tritonpilot.errors import HostError, MeasurementError
 from tritonpilot.load import scenario as scenarios
 from tritonpilot.setting import PRECISIONS, Precision
@@ -84,7 +83,7 @@ def command(
             chosen,
             rate_per_s=None if highest or not rate else numbers(rate, "--rate", float)[0],
             slo_ms=slo_ms,
-            mix=_weights(mix, "--mix") if mix else None,
+            mix=weights(mix, "--mix") if mix else None,
             rows=_rows(rows),
             is_rate_open=highest,
             space=space,
@@ -168,24 +167,10 @@ def _precisions(text: str) -> tuple[Precision, ...]:
     return cast(tuple[Precision, ...], parts)
 
 
-def _weights(text: str, option: str) -> dict[str, float]:
-    """NAME:WEIGHT,..."""
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, weight = part.partition(":")
-        try:
-            found[name.strip()] = float(weight)
-        except ValueError:
-            raise typer.BadParameter(f"{part!r} is not NAME:WEIGHT", param_hint=option) from None
-        if not 0 < found[name.strip()] < math.inf:
-            raise typer.BadParameter(f"the weight of {name} is not above 0", param_hint=option)
-    return found
-
-
 def _rows(text: str) -> int | dict[int, float]:
     if ":" not in text:
         return int(numbers(text, "--rows", int)[0])
-    weights = _weights(text, "--rows")
-    if not all(size.isdecimal() and int(size) > 0 for size in weights):
+    sizes = weights(text, "--rows")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise typer.BadParameter(f"{text!r} is not ROWS:WEIGHT,...", param_hint="--rows")
-    return {int(size): weight for size, weight in weights.items()}
+    return {int(size): weight for size, weight in sizes.items()}

@@ -1,0 +1,42 @@
+"""What do requests and executions of a service cost here? Measured once, for the commands that simulate.
+
+known = measure(service, models, cpus=[0], save=Path("build/costs-ctr.json"))
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tritonpilot.commands.options import narrate
+from tritonpilot.costs import Costs
+from tritonpilot.errors import HostError
+from tritonpilot.profile import profile
+from tritonpilot.setting import Setting
+from tritonpilot.spec import Service
+from tritonpilot.stage import Stage
+from tritonpilot.tune.wish import runs_on_cpu
+
+
+def measure(service: Service, models: Path, cpus: list[int] | None, save: Path | None) -> Costs:
+    """The costs of the service as its file sets it, from a few seconds of a real server."""
+    if save is not None and not os.access(save.resolve().parent, os.W_OK):
+        raise HostError(
+            f"{save.resolve().parent} cannot be written to, so the costs would be lost. Nothing was measured."
+        )
+    setting = Setting.of(service)
+    with Stage(service, models, cpus=cpus, on_progress=narrate) as stage:
+        stage.apply(setting)
+        found = profile(
+            stage.server,
+            stage.model,
+            stage.samples,
+            max_batch_size=max(1, setting.max_batch_size),
+            cores=len(cpus) if cpus else len(os.sched_getaffinity(0)),
+            is_on_cpu=runs_on_cpu(service),
+            on_progress=narrate,
+        ).costs
+    if save is not None:
+        found.write(save)
+        narrate(f"the costs are in {save}")
+    return found
