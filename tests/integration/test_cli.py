@@ -20,7 +20,7 @@ from tritonpilot import build, spec
 from tritonpilot.repository import CONFIG_FILE
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from tritonpilot.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from tritonpilot.start import main; main()"]
 SERVICE = """\
 service: {name}
 model: {{file: model.onnx}}
@@ -143,6 +143,24 @@ def test_a_full_disk_behind_the_results_is_told(project: Path) -> None:
     assert done.returncode == 7
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_libraries_are_imported_leaves_no_traceback(project: Path) -> None:
+    interrupted = """
+import sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tritonpilot.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+from tritonpilot.start import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", interrupted], cwd=project, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_unknown_service_names_the_nearest(project: Path) -> None:

@@ -1,0 +1,15 @@
+"""The command `tritonpilot` before its libraries are imported, which takes a second: Ctrl-C ends it without a traceback then too."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Entry point of the `tritonpilot` command."""
+    try:
+        from tritonpilot import cli
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.main()
