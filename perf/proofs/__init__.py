@@ -124,7 +124,7 @@ CLAIMS = {
         Claim("simulator_speed", simulator.simulator_speed, "million requests/s", Bar(">=", 1), "requests that the simulator "
               "of Triton's batcher simulates in a second", needs_quiet=True),
         Claim("simulator_error", simulator_error.simulator_error, "median error of P99", Bar("<=", 0.15), "simulated P99 against "
-              "the real server's, 36 random settings and loads of `ctr` and an emulated GPU; throughput within 5 %",
+              "the real server's, 32 random settings and loads of `ctr` and an emulated GPU; throughput within 5 %",
               needs_quiet=True),
         Claim("tuner_regret", tuning.tuner_regret, "of the grid's best", Bar(">=", 0.97), "goodput of the tuner's choice against "
               "the best of a grid on the real server, worst of four services; at most a tenth of the grid's measuring time",

@@ -34,6 +34,7 @@ AGAIN_S = 6.0
 AGAIN = 2  # of the grid's best, measured again beside the choice
 ROUNDS = 3
 MOST_TIME = 0.10  # of the grid's measuring time, that the tuner may take
+GOOD, LEAST_WORSE = 0.97, 0.25  # at a rate that a quarter of the grid does not stand, settings are told apart
 MOST_PER_S = 4000.0  # the sender has one core
 CTR_ROWS = 8  # of a request: with fewer the sender would be the limit
 ONE_KIND = Space(threads=(1,), precisions=("fp32",))
@@ -68,6 +69,7 @@ class Regret:
     rounds: tuple[float, ...]
     tuner_s: float
     grid_s: float
+    worse: float  # part of the grid that is worse than GOOD of its best: nearly none would mean a rate that says nothing
     details: dict[str, object]
 
 
@@ -81,9 +83,10 @@ def tuner_regret(bench: Bench) -> Outcome:
         worst.share,
         spread=spread(worst.rounds),
         rounds=sum(len(each.rounds) for each in found),
-        ok=all(value <= MOST_TIME for value in times.values()),
+        ok=all(value <= MOST_TIME for value in times.values()) and all(each.worse >= LEAST_WORSE for each in found),
         details={
             "of_the_grids_time": times,
+            "grid_worse_than_97_percent": {each.name: round(each.worse, 3) for each in found},
             "subjects": {
                 each.name: {
                     "share": round(each.share, 4),
@@ -148,6 +151,7 @@ def _regret(bench: Bench, subject: Subject) -> Regret:
         rounds=tuple(found[tuned.setting] / found[best_of_grid] for found in kept),
         tuner_s=tuner_s,
         grid_s=grid_took_s,
+        worse=sum(each.goodput_per_s < GOOD * points[best[0]].goodput_per_s for each in points.values()) / len(points),
         details={
             "rate_per_s": round(sum(stream.rate_per_s for stream in streams), 1),
             "slo_ms": subject.slo_ms,
