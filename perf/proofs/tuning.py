@@ -69,7 +69,9 @@ class Regret:
     rounds: tuple[float, ...]
     tuner_s: float
     grid_s: float
-    worse: float  # part of the grid that is worse than GOOD of its best: nearly none would mean a rate that says nothing
+    worse: (
+        float  # part of the grid that is worse than GOOD of its best: nearly none would mean a rate that says nothing
+    )
     details: dict[str, object]
 
 

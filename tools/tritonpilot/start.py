@@ -1,4 +1,4 @@
-"""The command `tritonpilot` before its libraries are imported, which takes a second: Ctrl-C ends it without a traceback then too."""
+"""The command `tritonpilot` before its libraries are imported, which takes a second: Ctrl-C leaves no traceback then either."""
 
 from __future__ import annotations
 
