@@ -54,7 +54,7 @@ def test_sizes_come_in_the_proportion_of_their_weights() -> None:
 
 def recording(folder: Path, text: str) -> Path:
     path = folder / "arrivals.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -78,6 +78,13 @@ def test_moments_and_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
     assert found.rows.tolist() == [2, 9, 3]
 
 
+@pytest.mark.parametrize("text", ["\ufeffat_s,rows\n1,2\n3,4\n", "\ufeff1,2\n3,4\n", "1,2,x\n3,4,y\n"])
+def test_a_recording_of_a_spreadsheet_and_one_without_a_heading_are_read(tmp_path: Path, text: str) -> None:
+    found = arrivals.read_recording(recording(tmp_path, text))
+    assert found.rows is not None
+    assert (found.at_s.tolist(), found.rows.tolist()) == ([0, 2], [2, 4])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -88,6 +95,8 @@ def test_moments_and_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
         ("1\n2\nnan\n", "arrivals.csv:3"),
         ("at_s,rows\n1,2\n2,0\n", "0 rows"),
         ("at_s,rows\n1,2\n2\n", "arrivals.csv:3"),
+        ("at_s\n\n1\n\n\nsoon\n", "arrivals.csv:6"),
+        ("1,2,x\n2,many,y\n", "arrivals.csv:2"),
     ],
 )
 def test_a_bad_recording_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:

@@ -84,7 +84,7 @@ def traffic(streams: Sequence[Stream], seconds: float, seed: int) -> Traffic:
         rows.append(sizes)
         places.append(np.full(len(at_s), place, dtype=np.int16))
     if not times:
-        raise SpecError("A load needs at least one stream of requests. Nothing was sent. Give one.")
+        raise SpecError("A load needs at least one stream of requests. No load is made. Give one.")
     at_s = np.concatenate(times)
     order = np.argsort(at_s, kind="stable")
     return Traffic(at_s[order], np.concatenate(rows)[order], np.concatenate(places)[order], seconds)
@@ -124,21 +124,21 @@ def read_recording(path: Path) -> Recording:
     Without a heading the first column is the time and the second, if any, the rows. Raises SpecError for another file.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = [line for line in csv.reader(file) if line]
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, line) for line in reader if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"The recording {path} cannot be read: {error}. Nothing was sent.") from error
-    heading = [cell.strip().lower() for cell in lines[0]] if lines else []
+        raise SpecError(f"The recording {path} cannot be read: {error}. No load is made.") from error
+    heading = [cell.strip().lower() for cell in lines[0][1]] if lines else []
     named = next((name for name in TIME_COLUMNS if name in heading), None)
     time_column = heading.index(named) if named else 0
     rows_column = heading.index(ROWS_COLUMN) if named and ROWS_COLUMN in heading else None
     if named:
         lines = lines[1:]
-    elif len(heading) == 2:
+    elif len(heading) > 1:
         rows_column = 1
-    first = 2 if named else 1
     times, rows = [], []
-    for number, line in enumerate(lines, start=first):
+    for number, line in lines:
         try:
             times.append(_seconds(line[time_column]))
             if rows_column is not None:
@@ -147,11 +147,11 @@ def read_recording(path: Path) -> Recording:
                     raise ValueError(f"{rows[-1]} rows")
         except (ValueError, IndexError) as error:
             raise SpecError(
-                f"{path}:{number}: {','.join(line)[:80]!r} is no arrival ({error}). Nothing was sent. A recording is a CSV with a "
+                f"{path}:{number}: {','.join(line)[:80]!r} is no arrival ({error}). No load is made. A recording is a CSV with a "
                 f"column {' or '.join(TIME_COLUMNS)} (seconds, or ISO 8601) and, where it is known, a column {ROWS_COLUMN}."
             ) from error
     if len(times) < 2 or max(times) <= min(times):
-        raise SpecError(f"{path} holds fewer than two different arrival times. Nothing was sent. Record a longer time.")
+        raise SpecError(f"{path} holds fewer than two different arrival times. No load is made. Record a longer time.")
     at_s = np.array(times, dtype=np.float64)
     order = np.argsort(at_s, kind="stable")
     sizes = np.array(rows, dtype=np.int32)[order] if rows else None
@@ -193,7 +193,7 @@ def _check(stream: Stream, seconds: float) -> None:
     }
     wrong = [words for words, is_wrong in problems.items() if is_wrong]
     if wrong:
-        raise SpecError(f"Stream {stream.name} cannot be sent: {'; '.join(wrong)}. Nothing was sent. Correct it.")
+        raise SpecError(f"Stream {stream.name} cannot be: {'; '.join(wrong)}. No load is made. Correct it.")
 
 
 def _sizes(rows: int | Mapping[int, float], count: int, random: np.random.Generator) -> npt.NDArray[np.int32]:
