@@ -19,7 +19,7 @@ from tritonpilot import build, repository
 from tritonpilot.spec import Service, load_services
 
 CURVES = PROJECT / "perf" / "curves"
-V100, T4 = "resnet50_v100_amp", "resnet50_t4_amp"
+V100, T4, TENSORRT = "resnet50_v100_amp", "resnet50_t4_amp", "resnet50_v100_tensorrt"
 SAMPLE_ROWS = 256
 
 
