@@ -125,7 +125,7 @@ def test_without_triton_it_opens_and_says_what_is_missing() -> None:
         (("--triton-http", "http://127.0.0.1:8000"), 3, "must be HOST:PORT"),
         (("--triton-grpc", "127.0.0.1:99999"), 3, "--triton-grpc is '127.0.0.1:99999'"),
         (("--host", "203.0.113.9"), 8, "cannot listen at 203.0.113.9"),
-        (("--cpus", "999"), 2, "cannot run on 999"),
+        (("--cpus", "999"), 7, "cannot run on 999"),
         (("--tenants", "/nowhere/tenants.yaml"), 3, "/nowhere/tenants.yaml"),
         (("--http-port", str(2**16)), 2, "65535"),
     ],

@@ -7,6 +7,7 @@ narrate("measuring")          # to stderr; results go to stdout
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ import rich
 import typer
 from rich.console import Console, RenderableType
 
+from tritonpilot.errors import HostError
 from tritonpilot.model_config import Target
 
 # One declaration per option: flag, default, help and type.
@@ -55,24 +57,39 @@ def numbers(text: str, option: str, kind: type) -> list[Any]:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) <= 0:
+    if not found or not all(0 < each < math.inf for each in found):
         raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 1,4,16", param_hint=option)
     return found
 
 
-def cpu_list(text: str) -> list[int] | None:
-    """A list of CPUs, as 0,2-3; None for no text. Raises typer.BadParameter."""
+def finite(value: float | None) -> float | None:
+    """The callback of an option of type float: refuses NaN and infinity, which `min` and `max` let through."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
+
+
+def cpu_list(text: str, option: str = "--cpus") -> list[int] | None:
+    """A list of CPUs, as 0,2-3; None for no text. Raises typer.BadParameter, and HostError where this process may not use one."""
     if not text:
         return None
+    allowed = os.sched_getaffinity(0)
     chosen: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            chosen.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        chosen = set()
-    if not chosen:
-        raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint="--cpus")
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            asked = range(int(first), int(last or first) + 1)
+        except ValueError:
+            asked = range(0)
+        if not asked:
+            raise typer.BadParameter(f"{text!r} is no list of CPUs such as 0 or 0,2 or 0-3", param_hint=option)
+        missing = next((cpu for cpu in asked if cpu not in allowed), None)
+        if missing is not None:
+            raise HostError(
+                f"This process cannot run on {missing}, and {option} {text} asks for that CPU. Nothing was started. Choose among "
+                f"{', '.join(map(str, sorted(allowed)))}."
+            )
+        chosen.update(asked)
     return sorted(chosen)
 
 
