@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ model:
   outputs: [{name: y, data_type: FP32, dims: [1]}]
 batching: {max_batch_size: 8, queue_delay_us: 500}
 """
-# Kills its server once when the file `deadly` is there; refuses negative rows while the file `strict` is.
+# Kills its server once when the file `deadly` is there, and while it loads as many times as `deadly_load` says; refuses
+# negative rows while the file `strict` is.
 SERVING = """
 import os
 import signal
@@ -39,6 +41,16 @@ FOLDER = {folder!r}
 
 
 class TritonPythonModel:
+    def initialize(self, args):
+        deadly = os.path.join(FOLDER, "deadly_load")
+        if os.path.exists(deadly):
+            with open(deadly) as file:
+                left = int(file.read())
+            with open(deadly, "w") as file:
+                file.write(str(max(0, left - 1)))
+            if left > 0:
+                os.kill(os.getppid(), signal.SIGKILL)
+
     def execute(self, requests):
         deadly = os.path.join(FOLDER, "deadly")
         if os.path.exists(deadly):
@@ -103,6 +115,31 @@ def test_sweep_changes_settings_and_goes_on_after_a_death(stage: Stage, folder: 
     # What is known is not measured again.
     assert list(run(stage, [trial], known={trial: row}, keep=kept.append)) == [row]
     assert kept == [row]
+
+
+def test_server_that_dies_while_it_loads_is_no_refusal_unless_it_does_so_again(stage: Stage, folder: Path) -> None:
+    now = Setting.of(stage.service)
+    stage.apply(now)
+    once, twice = replace(now, queue_delay_us=100), replace(now, queue_delay_us=200)
+    try:
+        (folder / "deadly_load").write_text("1")
+        (row,) = run(stage, [Trial(once, concurrency=1)], effort=EFFORT)
+        (folder / "deadly_load").write_text("2")
+        rows = list(run(stage, [Trial(twice, concurrency=1), Trial(twice, concurrency=2)], effort=EFFORT))
+    finally:
+        (folder / "deadly_load").unlink()
+    died = "tritonserver died by SIGKILL"
+    assert measured(row)[0] > 0
+    assert row.notes[0] == f"{died} while it loaded, and was started again"
+    assert [each.failure for each in rows] == [f"{died}, 2 times in this trial. It has no figure."] * 2
+
+
+def test_load_that_cannot_be_made_costs_its_own_trial_alone(stage: Stage) -> None:
+    served = stage.setting or Setting.of(stage.service)
+    (row,) = run(stage, [Trial(served, rate_per_s=math.nan)], effort=EFFORT, tool="load")
+    assert row.point is None
+    assert row.failure.startswith("Stream sweep cannot be: ")
+    assert stage.setting == served
 
 
 def test_rows_that_the_model_refuses_are_counted_instead_of_ending_the_measurement(stage: Stage, folder: Path) -> None:

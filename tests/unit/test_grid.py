@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from tritonpilot.commands import sweep
 from tritonpilot.errors import HostError, MeasurementError, PilotError, SpecError
 from tritonpilot.grid import Effort, Grid, Row, Store, Trial, choose, front, keys, report
+from tritonpilot.grid.closed_loop import _pinned
 from tritonpilot.grid.estimate import Estimate, estimate
 from tritonpilot.grid.measure import Shot, summed
 from tritonpilot.grid.run import Progress
@@ -207,6 +210,19 @@ def test_equally_fast_settings_are_decided_by_their_cores() -> None:
     assert "2 other settings within 2% of it need as many cores or more." in found.reason
 
 
+def test_promised_rate_is_covered_only_where_the_interval_says_so() -> None:
+    def said(throughput: float, half_width: float) -> str:
+        measured = replace(row(throughput, 10), throughput=Estimate(throughput, half_width, 3))
+        return choose([measured], slo_ms=20, rate_per_s=1000).reason
+
+    assert "The promised 1000 requests/s are covered." in said(1100, 80)
+    assert "The promised 1000 requests/s are covered." in said(1000, 15)  # within what counts as equal
+    unsure = "are neither covered nor missed for sure by what was measured within the SLO, 993 \N{PLUS-MINUS SIGN} 149:"
+    assert f"The promised 1000 requests/s {unsure}" in said(993, 149)
+    assert "are neither covered nor missed for sure" in said(1200, math.inf)
+    assert "are beyond what was measured within the SLO: 800." in said(800, 100)
+
+
 def test_interval_that_crosses_the_slo_is_chosen_only_when_nothing_else_is() -> None:
     unsure, sure = row(300, 19, p99_half_ms=5.0), row(100, 10)
     assert choose([unsure, sure], slo_ms=20).row is sure
@@ -264,6 +280,45 @@ def test_store_knows_points_again_and_ignores_a_line_that_was_cut_off(service: S
     assert store.rows(keys(service, trials, {"other": 1})) == {}
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"point": {"p99_ms": "abc"}},
+        {"point": {"concurrency": "many"}},
+        {"throughput": {"mean": None}},
+        {"throughput": None},
+        {"p99_ms": 5},
+        {"noise": {"other_cores": math.inf}},
+        {"noise": {"is_quiet": "perhaps"}},
+        {"batch_sizes": [1, 2]},
+        {"errors": {"rejected": "two"}},
+        {"notes": 5},
+        {"rows": "x"},
+        {"setting": {"queue_delay_us": "soon"}},
+        {"setting": 3},
+        {"rows": 2},  # another trial's
+    ],
+)
+def test_damaged_line_does_not_count(service: Service, tmp_path: Path, damage: dict[str, object]) -> None:
+    (trial,) = Grid(concurrencies=(4,)).trials(service)
+    names = keys(service, [trial], {})
+    measured = replace(row(100, 10), trial=trial)
+    store = Store(tmp_path / "out")
+    store.add(names[trial], measured)
+    assert set(store.rows(names)) == {trial}
+    content = measured.as_dict()
+    for name, value in damage.items():
+        content[name] = {**content[name], **value} if isinstance(value, dict) else value
+    store.file.write_text(json.dumps({"key": names[trial], "row": content}) + "\n")
+    assert store.rows(names) == {}
+
+
+def test_row_of_another_tool_than_the_one_asked_for_has_a_remark() -> None:
+    measured = replace(row(100, 10), tool="load")
+    assert measured.remark("perf_analyzer") == "load"
+    assert measured.remark("load") == ""
+
+
 def test_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match="folder of results .* cannot be written: Not a directory.*--output"):
@@ -314,19 +369,57 @@ def ask(service: Service) -> Callable[..., BaseException | None]:
         (["digits", "--rows", "9"], "do not fit"),
         (["digits", "--output", "OUT"], "names no samples"),
         (["digits", "--output", "/proc/none/out"], "cannot be written"),
+        (["digits", "--output", "TAKEN"], "report.html is a folder"),
+        (["digits", "--cpus", "4095"], "cannot run on 4095, and --cpus 4095 asks for that CPU"),
+        (["digits", "--server-cpus", "0-4095"], "--server-cpus 0-4095 asks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_server_starts(
     ask: Callable[..., BaseException | None], tmp_path: Path, argv: list[str], said: str
 ) -> None:
-    refused = ask(*[str(tmp_path / "out") if each == "OUT" else each for each in argv])
+    (tmp_path / "taken" / "report.html").mkdir(parents=True)
+    places = {"OUT": str(tmp_path / "out"), "TAKEN": str(tmp_path / "taken")}
+    refused = ask(*[places.get(each, each) for each in argv])
     assert isinstance(refused, PilotError)
     assert said in str(refused)
 
 
 @pytest.mark.parametrize(
-    "argv", [["--delay-us", "x"], ["--instances", "0"], ["--precision", "fp8"], ["--concurrency", ""]]
+    "argv",
+    [
+        ["--delay-us", "x"],
+        ["--instances", "0"],
+        ["--precision", "fp8"],
+        ["--concurrency", ""],
+        ["--rate", "nan"],
+        ["--rate", "100,inf"],
+        ["--slo-ms", "inf"],
+        ["--slo-ms", "nan"],
+        ["--p99-pct", "inf"],
+        ["--throughput-pct", "nan"],
+        ["--rate", "100", "--concurrency", "2"],
+        ["--tool", "load", "--protocol", "http"],
+        ["--cpus", "3-1"],
+    ],
 )
-def test_lists_that_are_none_are_usage_errors(ask: Callable[..., BaseException | None], argv: list[str]) -> None:
+def test_values_that_are_none_or_exclude_each_other_are_usage_errors(
+    ask: Callable[..., BaseException | None], argv: list[str]
+) -> None:
     refused = ask("digits", *argv)
-    assert isinstance(refused, SystemExit | SpecError)
+    assert isinstance(refused, SystemExit)
+    assert refused.code == 2
+
+
+def test_client_is_pinned_with_the_threads_that_it_had_before() -> None:
+    before = os.sched_getaffinity(0)
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    assert thread.native_id is not None
+    try:
+        with _pinned([min(before)]):
+            assert os.sched_getaffinity(thread.native_id) == os.sched_getaffinity(0) == {min(before)}
+        assert os.sched_getaffinity(thread.native_id) == os.sched_getaffinity(0) == before
+    finally:
+        over.set()
+        thread.join()

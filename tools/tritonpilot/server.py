@@ -215,7 +215,7 @@ class EmbeddedServer:
         return self._keeper is not None and self._keeper.poll() is None
 
     def check_alive(self) -> None:
-        """Raise ServerError, with the signal and the last lines of the log, unless tritonserver runs.
+        """Raise DiedError, with the signal and the last lines of the log, unless tritonserver runs.
 
         Call it after a measurement: a stub that stalls for two seconds can abort the whole server.
         """
@@ -538,7 +538,7 @@ class EmbeddedServer:
                 self._exit_status = int(number)
         return self._exit_status
 
-    def _died(self) -> ServerError:
+    def _died(self) -> DiedError:
         status = self._read_exit_status()
         if status is None:
             how = "was ended, because its keeper process was killed" if self._pid else "could not be run"
@@ -546,7 +546,7 @@ class EmbeddedServer:
             how = f"died by {signal.Signals(-status).name}"
         else:
             how = f"ended by itself with status {status}"
-        return ServerError(f"tritonserver {how}. Nothing of it is left running. {self._quoted()}")
+        return DiedError(f"tritonserver {how}. Nothing of it is left running. {self._quoted()}")
 
     def _port_lost(self) -> PilotError:
         for endpoint in (self.endpoints.http, self.endpoints.grpc, self.endpoints.metrics):
@@ -564,6 +564,10 @@ class EmbeddedServer:
     def _quoted(self) -> str:
         lines = self._log.telling()
         return "Its log ends with:\n" + "\n".join(f"    {line}" for line in lines) if lines else "Its log is empty."
+
+
+class DiedError(ServerError):
+    """tritonserver is not there any more, though nobody asked it to stop: it was killed, crashed, or ended by itself."""
 
 
 class _StopAskedError(ServerError):

@@ -10,6 +10,7 @@ It serves a repository of its own in a temporary folder: nothing of the project 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from numpy.typing import NDArray
 
@@ -35,6 +36,8 @@ STEADY_TIMEOUT_S = 30.0
 IDLE_LOOK_S = 0.2
 IDLE_CORES = 0.1  # wakers and keep-alives of an idle server take below 0.02
 LOOKS = 2  # of an idle server, one after the other
+DEATH_S = 1.0  # from the end of tritonserver, when calls to it fail, to that of its keeper, who knows how it ended
+PREFIX, LOCK = "tritonpilot-stage-", "lock"
 
 
 class Stage:
@@ -67,9 +70,12 @@ class Stage:
         self._say = on_progress or (lambda _: None)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._server: EmbeddedServer | None = None
+        self._lock: IO[bytes] | None = None
 
     def __enter__(self) -> Stage:
-        self._folder = tempfile.TemporaryDirectory(prefix="tritonpilot-stage-")
+        _remove_left()
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._lock = _locked(Path(self._folder.name))
         return self
 
     def __exit__(
@@ -79,7 +85,9 @@ class Stage:
             self._stop()
         finally:
             assert self._folder is not None
+            assert self._lock is not None
             self._folder.cleanup()
+            self._lock.close()
 
     @property
     def server(self) -> EmbeddedServer:
@@ -92,6 +100,11 @@ class Stage:
     def has_died(self) -> bool:
         """Whether there was a server, and it ended by itself: `apply` and `restart` start it again."""
         return self._server is not None and not self._server.is_alive()
+
+    def check_alive(self) -> None:
+        """Raise DiedError when there was a server and it ended by itself. Call it after an error: one that just died is noticed."""
+        if self._server is not None and self._server.wait(DEATH_S):
+            self._server.check_alive()
 
     @property
     def endpoints(self) -> Endpoints:
@@ -112,7 +125,8 @@ class Stage:
         """Serve the service with this setting; returns when it has answered a real row, the old instances are gone and the
         server idles.
 
-        After an error nothing is served and `setting` is None; the next call starts a new server.
+        After an error nothing is served and `setting` is None; the next call starts a new server. DiedError is one that did not
+        come of the setting, or not surely so: somebody killed the server, or it crashed.
         """
         wanted = setting.applied(self.service)
         if self.has_died:
@@ -128,8 +142,8 @@ class Stage:
                 self._server.load(self.model)
             self._wait_steady(setting.instances)
         except ServerError:
-            if not self.has_died:
-                self._stop()  # its index would go on naming the version that failed
+            self.check_alive()
+            self._stop()  # its index would go on naming the version that failed
             raise
         for change in publishes:
             self._forget_versions_below(change.version, change.name)
@@ -213,3 +227,23 @@ class Stage:
                     f"{instances} instances, {(used - before) / (seen - looked):.2f} cores busy. Nothing was measured. "
                     f"Look at {os.fspath(server.log_file)}, and at who else sends it requests."
                 )
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """A locked file in the folder of a stage: the lock ends with this process, however it ends."""
+    aside = folder / f"{LOCK}.new"
+    file = aside.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    aside.rename(folder / LOCK)  # under its name it is locked from the first moment on
+    return file
+
+
+def _remove_left() -> None:
+    """Remove the folders of stages whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            with (folder / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it is in use, or another user's
+            continue

@@ -13,11 +13,23 @@ import typer
 
 from tritonpilot import columns, machine, perf_analyzer_binary, spec
 from tritonpilot import setting as settings
-from tritonpilot.commands.options import MODELS, Cpus, Json, Models, TargetOption, cpu_list, narrate, numbers, show
+from tritonpilot.commands.options import (
+    MODELS,
+    Cpus,
+    Json,
+    Models,
+    TargetOption,
+    cpu_list,
+    finite,
+    narrate,
+    numbers,
+    show,
+)
 from tritonpilot.errors import HostError, MeasurementError
 from tritonpilot.grid import Effort, Grid, Row, Store, Trial, choose, keys, run
 from tritonpilot.grid import report as reports
 from tritonpilot.grid.measure import Tool
+from tritonpilot.grid.plan import CONCURRENCIES
 from tritonpilot.grid.row import COLUMNS
 from tritonpilot.machine import Limits
 from tritonpilot.setting import PRECISIONS, Precision, Setting
@@ -37,14 +49,19 @@ def command(
     precision: Annotated[
         str, typer.Option(help="Of fp32, fp16, bf16, int8, where they are made.", metavar="LIST")
     ] = "",
-    concurrency: Annotated[str, typer.Option(help="Requests in flight (closed loop).", metavar="LIST")] = "1,4,16,64",
+    concurrency: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Requests in flight (closed loop); default: 1,4,16,64.", metavar="LIST"),
+    ] = None,
     rate: Annotated[
         str, typer.Option(help="Requests per second (open loop), instead of --concurrency.", metavar="LIST")
     ] = "",
     rows: Annotated[str, typer.Option(help="Rows per request.", metavar="LIST")] = "1",
     slo_ms: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="P99 that is promised; default: that of the service's default class.", min=0.001),
+        typer.Option(
+            help="P99 that is promised; default: that of the service's default class.", min=0.001, callback=finite
+        ),
     ] = None,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -53,7 +70,8 @@ def command(
         ),
     ] = None,
     again: Annotated[
-        Literal["", "noisy", "all"], typer.Option(help="Measure known points again: noisy and unsettled ones, or all.")
+        Literal["", "noisy", "all"],
+        typer.Option(help="Measure known points again: those with a remark (noisy, unsettled, another tool), or all."),
     ] = "",
     window_ms: Annotated[
         int, typer.Option(help="Length of a measurement window; an attempt has three.", min=100)
@@ -62,9 +80,12 @@ def command(
         int, typer.Option(help="Attempts at most for a point that does not settle.", min=1, max=20)
     ] = 3,
     throughput_pct: Annotated[
-        float, typer.Option(help="Settled: 95 % interval of throughput, at most this far from its mean.", min=0.1)
+        float,
+        typer.Option(
+            help="Settled: 95 % interval of throughput, at most this far from its mean.", min=0.1, callback=finite
+        ),
     ] = 5.0,
-    p99_pct: Annotated[float, typer.Option(help="The same of P99.", min=0.1)] = 15.0,
+    p99_pct: Annotated[float, typer.Option(help="The same of P99.", min=0.1, callback=finite)] = 15.0,
     protocol: Annotated[Literal["grpc", "http"], typer.Option(help="How requests are sent.")] = "grpc",
     tool: Annotated[
         Literal["perf_analyzer", "load"],
@@ -85,29 +106,40 @@ def command(
         threads=_counts(threads, "--threads", 0),
         precisions=_precisions(precision),
         rows=_counts(rows, "--rows", 1),
-        concurrencies=() if rate else _counts(concurrency, "--concurrency", 1),
-        rates_per_s=tuple(numbers(rate, "--rate", float)) if rate else (),
+        **_loads(concurrency, rate),
     ).trials(chosen)
+    client_cpus, pinned = cpu_list(cpus), cpu_list(server_cpus, "--server-cpus")
     effort = Effort(
         window_ms=window_ms,
         attempts=attempts,
         throughput_pct=throughput_pct,
         p99_pct=p99_pct,
         protocol=protocol,
-        cpus=tuple(cpu_list(cpus) or ()),
+        cpus=tuple(client_cpus or ()),
         limits=Limits(),
     )
     sender = _tool(tool)
+    if sender == "load" and protocol != "grpc" and not rate:
+        raise typer.BadParameter(
+            "tritonpilot's own load keeps requests in flight over gRPC alone; give --rate, or --protocol grpc",
+            param_hint="--protocol",
+        )
     conditions = _conditions(effort, sender, server_cpus)
     store = Store(output or Path("build") / f"sweep-{chosen.service}")
+    reports.check(store)
     names = keys(chosen, trials, conditions, target)
     known = {} if again == "all" else store.rows(names)
     if again == "noisy":
-        known = {trial: row for trial, row in known.items() if row.is_quiet and row.is_stable}
+        known = {trial: row for trial, row in known.items() if not row.remark(sender)}
     if known:
         narrate(f"{len(known)} of {len(trials)} points are known from {store.file}; --again all would measure them too")
-    _warn_of_cores(trials, server_cpus)
-    with Stage(chosen, models, cpus=cpu_list(server_cpus), target=target, on_progress=narrate) as stage:
+        others = sum(row.tool != sender for row in known.values())
+        if others:
+            narrate(
+                f"{sender} failed at {others} of them, so `tritonpilot load` measured; --again noisy tries {sender} again"
+            )
+    _warn_of_cores(trials, pinned)
+    with Stage(chosen, models, cpus=pinned, target=target, on_progress=narrate) as stage:
         stage.samples  # noqa: B018 -- a service without samples is refused before anything is started
         found: list[Row] = []
         try:
@@ -178,8 +210,18 @@ def _tool(wanted: Tool) -> Tool:
     return wanted
 
 
-def _warn_of_cores(trials: Sequence[Trial], server_cpus: str) -> None:
-    cores = len(cpu_list(server_cpus) or os.sched_getaffinity(0))
+def _loads(concurrency: str | None, rate: str) -> dict[str, Any]:
+    """The axes of Grid for the load: one of the two."""
+    if rate and concurrency is not None:
+        raise typer.BadParameter("give requests in flight or --rate, not both", param_hint="--concurrency")
+    if rate:
+        return {"concurrencies": (), "rates_per_s": tuple(numbers(rate, "--rate", float))}
+    found = CONCURRENCIES if concurrency is None else tuple(numbers(concurrency, "--concurrency", int))
+    return {"concurrencies": found}
+
+
+def _warn_of_cores(trials: Sequence[Trial], server_cpus: Sequence[int] | None) -> None:
+    cores = len(server_cpus or os.sched_getaffinity(0))
     most = max((trial.setting for trial in trials), key=lambda setting: setting.instances * max(1, setting.threads))
     if most.instances * most.threads > cores:
         narrate(f"mind that {most.describe()} is more threads than the server's {cores} core{'s' * (cores > 1)}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tritonpilot.grid.estimate import Estimate
 from tritonpilot.grid.row import Row
 from tritonpilot.setting import PRECISIONS, Setting
 
@@ -123,18 +124,28 @@ def _explained(
             else "The service file's own setting keeps the SLO under none of these loads."
         )
     if rate_per_s is not None:
-        most = max(_throughput(row) / row.trial.rows for row in sure)
-        said.append(
-            f"The promised {rate_per_s:g} requests/s are "
-            + (
-                "covered."
-                if most >= rate_per_s * (1 - EQUAL)
-                else f"beyond what was measured within the SLO: {most:,.0f}."
-            )
-        )
+        said.append(f"The promised {rate_per_s:g} requests/s {_covered(sure, rate_per_s)}")
     if not best.is_quiet or not best.is_stable:
         said.append(f"Mind that it was {best.remark()}: {'; '.join(best.notes)}.")
     return said
+
+
+def _covered(sure: Sequence[Row], rate_per_s: float) -> str:
+    """What is known about a promised rate (requests/s): what the whole interval of a point says, or that it does not say."""
+    rates = [
+        Estimate(row.throughput.mean / row.trial.rows, row.throughput.half_width / row.trial.rows, row.throughput.count)
+        for row in sure
+        if row.throughput is not None
+    ]
+    if any(rate.low >= rate_per_s * (1 - EQUAL) for rate in rates):
+        return "are covered."
+    widest = max(rates, key=lambda rate: rate.high)
+    if widest.high < rate_per_s:
+        return f"are beyond what was measured within the SLO: {max(rate.mean for rate in rates):,.0f}."
+    return (
+        f"are neither covered nor missed for sure by what was measured within the SLO, "
+        f"{_interval(widest.mean, widest.half_width, 0)}: measure more load, or longer, before you promise them."
+    )
 
 
 def _cost(setting: Setting) -> tuple[int, int]:

@@ -8,9 +8,13 @@ A Python client: beyond some 3,000 requests/s it is itself the limit.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -37,8 +41,17 @@ class Answers:
     client_cores: float
 
 
-def closed_loop(target: Target, model: str, samples: Arrays, *, size: int, concurrency: int, seconds: float) -> Answers:
-    """Keep `concurrency` requests of `size` rows in flight for `seconds`. `target` is one over gRPC.
+def closed_loop(
+    target: Target,
+    model: str,
+    samples: Arrays,
+    *,
+    size: int,
+    concurrency: int,
+    seconds: float,
+    cpus: Sequence[int] = (),
+) -> Answers:
+    """Keep `concurrency` requests of `size` rows in flight for `seconds`. `target` is one over gRPC; `cpus` pins the client.
 
     Raises ServerError when the server does not know the model, MeasurementError when nothing but errors comes back.
     """
@@ -52,7 +65,7 @@ def closed_loop(target: Target, model: str, samples: Arrays, *, size: int, concu
     lock, idle = threading.Lock(), threading.Event()
     in_flight, sent = concurrency, 0
     cpu_before = time.process_time()
-    with grpc.insecure_channel(target.url, options=OPTIONS) as channel:
+    with _pinned(cpus), grpc.insecure_channel(target.url, options=OPTIONS) as channel:
         infer = channel.unary_unary(METHOD)
         start = clock()
         end = start + seconds
@@ -104,3 +117,23 @@ def closed_loop(target: Target, model: str, samples: Arrays, *, size: int, concu
     return Answers(
         np.array(done), np.array(took), errors, words, (time.process_time() - cpu_before) / max(wall_s, 1e-9)
     )
+
+
+@contextlib.contextmanager
+def _pinned(cpus: Sequence[int]) -> Iterator[None]:
+    """All threads of this process on these CPUs while the block lasts: gRPC sends from threads that were there before."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _move(cpus)
+    try:
+        yield
+    finally:
+        _move(before)
+
+
+def _move(cpus: Iterable[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it ended in between
+            os.sched_setaffinity(int(thread.name), cpus)

@@ -96,12 +96,15 @@ def measure(stage: Stage, trial: Trial, effort: Effort, tool: Tool, say: Callabl
         try:
             shots = _attempts(stage, trial, effort, _by_perf_analyzer, say)
         except (MeasurementError, HostError) as error:
-            stage.server.check_alive()
+            stage.check_alive()
             reason = str(error).partition(". Nothing was measured")[0].partition(". There is no figure")[0]
             say(f"perf_analyzer does not measure this, so `tritonpilot load` does: {reason}")
             notes += (f"measured by tritonpilot's own load, for perf_analyzer failed: {reason}",)
             tool = "load"
-            shots = _attempts(stage, trial, effort, _by_load, say)
+            try:
+                shots = _attempts(stage, trial, effort, _by_load, say)
+            except MeasurementError as second:
+                raise MeasurementError(f"perf_analyzer failed: {reason}. {second}") from second
     else:
         shots = _attempts(stage, trial, effort, _by_load, say)
     stage.server.check_alive()
@@ -241,11 +244,17 @@ def _by_perf_analyzer(stage: Stage, trial: Trial, effort: Effort) -> Seen:
 
 def _by_load(stage: Stage, trial: Trial, effort: Effort) -> Seen:
     seconds = max(3.0, perf_analyzer.WINDOWS * effort.window_ms / 1e3)
-    return _closed(stage, trial, seconds) if trial.concurrency is not None else _open(stage, trial, effort, seconds)
+    way = _closed if trial.concurrency is not None else _open
+    return way(stage, trial, effort, seconds)
 
 
-def _closed(stage: Stage, trial: Trial, seconds: float) -> Seen:
+def _closed(stage: Stage, trial: Trial, effort: Effort, seconds: float) -> Seen:
     assert trial.concurrency is not None
+    if effort.protocol != "grpc":
+        raise MeasurementError(
+            f"tritonpilot's own load keeps requests in flight over gRPC alone, and {effort.protocol} was asked for. There is no "
+            "figure for this load. Use --rate, or --protocol grpc."
+        )
     found = closed_loop(
         Target(stage.endpoints.grpc, "grpc"),
         stage.model,
@@ -253,6 +262,7 @@ def _closed(stage: Stage, trial: Trial, seconds: float) -> Seen:
         size=trial.rows,
         concurrency=trial.concurrency,
         seconds=seconds,
+        cpus=effort.cpus,
     )
     p50, p90, p95, p99 = np.quantile(found.latency_ms, (0.5, 0.9, 0.95, 0.99)).tolist()
     windows = [found.latency_ms[found.done_s.astype(int) == second] for second in range(int(seconds))]

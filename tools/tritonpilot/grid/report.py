@@ -56,6 +56,17 @@ class Result:
         }
 
 
+def check(store: Store) -> None:
+    """Raise HostError where the files could not be written in the end, for something else has one of their names."""
+    for name in (RESULTS, TABLE, PAGE, PICTURE):
+        path = store.folder / name
+        if path.is_dir() and not path.is_symlink():
+            raise HostError(
+                f"{path} is a folder, and the sweep will write a file of that name. Nothing was measured. Move it away, or name "
+                "another folder with --output."
+            )
+
+
 def write(result: Result, store: Store) -> list[str]:
     """Write the four files; returns their names. Raises HostError when the folder cannot be written or there is no matplotlib."""
     store.write(RESULTS, (json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n").encode())

@@ -6,9 +6,13 @@ rich.print(columns.table(COLUMNS, [each.cells() for each in rows]))
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from tritonpilot import columns
 from tritonpilot.columns import Column
@@ -97,14 +101,14 @@ class Row:
         failed = sum(self.errors.values())
         return failed / (failed + self.requests) if failed else 0.0
 
-    def remark(self) -> str:
-        """What a reader must know before he believes it: noisy, not settled, another tool, failed."""
+    def remark(self, asked: str = "perf_analyzer") -> str:
+        """What a reader must know before he believes it: noisy, not settled, another tool than the one `asked` for, failed."""
         if self.point is None:
             return "failed"
         said = [
             "" if self.is_quiet else "noisy",
             "" if self.is_stable else "unsettled",
-            "" if self.tool == "perf_analyzer" else self.tool,
+            "" if self.tool == asked else self.tool,
         ]
         return ", ".join(each for each in said if each)
 
@@ -163,27 +167,36 @@ class Row:
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> Row:
-        """The reverse of `as_dict`. Raises KeyError, TypeError or ValueError for what is none."""
+        """The reverse of `as_dict`. Raises KeyError, TypeError, AttributeError or ValueError for what is none."""
         rest = dict(values)
-        trial = Trial.of_dict({name: rest.pop(name) for name in ("setting", "rows", "concurrency", "rate_per_s")})
-        point, throughput, p99_ms, noise = (rest.pop(name) for name in ("point", "throughput", "p99_ms", "noise"))
-        return cls(
-            trial=trial,
-            point=Point(**{**point, **_nan(point)}) if point else None,
-            throughput=_estimate(throughput),
-            p99_ms=_estimate(p99_ms),
-            batch_sizes={int(size): int(count) for size, count in rest.pop("batch_sizes").items()},
-            noise=Noise(**noise) if noise else None,
-            notes=tuple(rest.pop("notes")),
-            **rest,
+        trial = {name: rest.pop(name) for name in ("setting", "rows", "concurrency", "rate_per_s")}
+        point, throughput, p99_ms = (rest.pop(name) for name in ("point", "throughput", "p99_ms"))
+        found = _rows().validate_python(
+            {
+                **rest,
+                "trial": trial,
+                "point": {**point, **_nan(point)} if point else None,
+                "throughput": _whole(throughput),
+                "p99_ms": _whole(p99_ms),
+            }
         )
+        if found.point is not None and (found.throughput is None or found.p99_ms is None):
+            raise ValueError("a point has an interval of throughput and one of P99")
+        json.dumps(found.as_dict(), allow_nan=False)  # what could not be kept was none
+        return found
 
 
-def _estimate(values: Mapping[str, Any] | None) -> Estimate | None:
+@cache
+def _rows() -> TypeAdapter[Row]:
+    """Checks the type of every value, down to those of the point."""
+    return TypeAdapter(Row)
+
+
+def _whole(values: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """JSON has no infinity: the half of an interval that a single value has came as null."""
     if values is None:
         return None
-    half = values["half_width"]
-    return Estimate(values["mean"], float("inf") if half is None else half, values["count"])
+    return {**values, "half_width": float("inf") if values["half_width"] is None else values["half_width"]}
 
 
 def _nan(point: Mapping[str, Any]) -> dict[str, float]:

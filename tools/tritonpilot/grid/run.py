@@ -3,7 +3,8 @@
     for row in run(stage, trials, known=store.rows(keys), keep=store.add, ...):
         ...                            # each comes as soon as it is measured, and is kept before
 
-A server that dies is started again and the trial repeated; a setting that Triton refuses costs its own trials alone.
+A server that dies, also while it loads, is started again and the trial repeated; a setting that Triton refuses costs its own
+trials alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tritonpilot.errors import MeasurementError, ServerError
+from tritonpilot.errors import MeasurementError, ServerError, SpecError
 from tritonpilot.grid.measure import Effort, Tool, measure
 from tritonpilot.grid.plan import Trial
 from tritonpilot.grid.row import Row
+from tritonpilot.server import DiedError
 from tritonpilot.stage import Stage
 
 LIVES = 2  # of the server, in one trial
@@ -34,7 +36,7 @@ def run(
     """Yield the row of each trial in their order: of `known` those that are, the others measured and given to `keep`.
 
     A row without a point says in `failure` why it has none, and is not kept: the next sweep tries it again. Raises what Stage
-    and Store raise when nothing can go on: SpecError, ModelError, HostError.
+    and Store raise when nothing can go on: ModelError, HostError.
     """
     say = on_progress or (lambda _: None)
     there = dict(known or {})
@@ -64,18 +66,27 @@ def _measured(stage: Stage, trial: Trial, effort: Effort, tool: Tool, say: Calla
             stage.apply(trial.setting)
             row = measure(stage, trial, effort, tool, say)
             return replace(row, notes=(*deaths, *row.notes))
-        except ServerError as error:
-            if not stage.has_died:
+        except (ServerError, MeasurementError, SpecError) as error:
+            died = _death(stage, error)
+            if not died:
                 return Row(trial, failure=str(error), notes=tuple(deaths))
-            died = str(error).partition(". ")[0]
-        except MeasurementError as error:
-            if not stage.has_died:
-                return Row(trial, failure=str(error), notes=tuple(deaths))
-            died = "tritonserver died"
-        deaths.append(f"{died} while it was measured, and was started again")
+        deaths.append(
+            f"{died} while it {'was measured' if stage.setting is not None else 'loaded'}, and was started again"
+        )
         if len(deaths) == LIVES:
             return Row(trial, failure=f"{died}, {LIVES} times in this trial. It has no figure.", notes=tuple(deaths))
         say(f"{died}; it is started again and the trial repeated")
+
+
+def _death(stage: Stage, error: Exception) -> str:
+    """How the server died, where an error came of that; nothing for other errors."""
+    try:
+        if isinstance(error, DiedError):
+            raise error
+        stage.check_alive()
+    except DiedError as died:
+        return str(died).partition(". ")[0]
+    return ""
 
 
 class Progress:

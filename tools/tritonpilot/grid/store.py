@@ -28,7 +28,7 @@ class Store:
         self.file = folder / POINTS_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab"):
+            with self.file.open("a+b"), tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -36,7 +36,7 @@ class Store:
     def rows(self, keys: Mapping[Trial, str]) -> dict[Trial, Row]:
         """The rows of these trials that are known under their keys; the newest of several.
 
-        Lines that are none (the last one of a sweep that was killed) do not count.
+        Lines that are none (the last one of a sweep that was killed, a damaged one) do not count.
         """
         wanted = {key: trial for trial, key in keys.items()}
         found: dict[Trial, Row] = {}
@@ -44,10 +44,11 @@ class Store:
             try:
                 content = json.loads(line)
                 trial = wanted.get(content["key"])
-                if trial is not None:
-                    found[trial] = Row.of_dict(content["row"])
+                row = Row.of_dict(content["row"]) if trial is not None else None
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
+            if row is not None and row.trial == trial and row.point is not None:
+                found[trial] = row
         return found
 
     def add(self, key: str, row: Row) -> None:
@@ -75,13 +76,14 @@ class Store:
             finally:
                 Path(aside).unlink(missing_ok=True)
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable(self.folder, error, name) from error
         return path
 
 
-def unwritable(folder: Path, error: OSError) -> HostError:
-    """What to say when the folder of results cannot be written."""
+def unwritable(folder: Path, error: OSError, name: str = "") -> HostError:
+    """What to say when the folder of results, or the file `name` in it, cannot be written."""
+    what = f"{name} in the folder of results {folder}" if name else f"The folder of results {folder}"
     return HostError(
-        f"The folder of results {folder} cannot be written: {error.strerror or error}. Points that were measured before are kept. "
+        f"{what} cannot be written: {error.strerror or error}. Points that were measured before are kept. "
         "Make room or give yourself permission, or name another with --output."
     )
