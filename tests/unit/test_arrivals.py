@@ -13,6 +13,34 @@ from tritonpilot.arrivals import Stream, traffic
 from tritonpilot.errors import SpecError
 
 
+@pytest.mark.parametrize(
+    ("stream", "requests"),
+    [
+        (Stream("a", 60, "constant"), "600"),
+        (Stream("a", 60), "600"),
+        (Stream("a", 1, "burst", peak_per_s=296, every_s=5, for_s=1), "600"),
+        (Stream("a", 70, "recorded"), "700"),
+        (Stream("a", 0, "recorded"), "2,500"),
+    ],
+)
+def test_more_requests_than_a_load_may_have_are_refused_before_they_are_made(
+    tmp_path: Path, stream: Stream, requests: str
+) -> None:
+    path = recording(tmp_path, "0\n0.004\n")  # one every 4 ms
+    first = Stream("first", 10, "constant")
+    stream = replace(stream, recording=path) if stream.arrivals == "recorded" else stream
+    with pytest.raises(SpecError, match=f"Stream a would be {requests} requests within 10 s, .* room for 499"):
+        traffic([first, stream], 10, seed=1, most=599)
+    with pytest.raises(SpecError, match="864,000,000,000 requests"):
+        traffic([Stream("a", 1e7)], 86400, seed=1)
+
+
+def test_the_name_of_the_sum_is_no_stream_beside_others() -> None:
+    with pytest.raises(SpecError, match="named all"):
+        traffic([Stream("a", 1), Stream("all", 1)], 1, seed=1)
+    assert len(traffic([Stream("all", 5, "constant")], 1, seed=1)) == 5
+
+
 def random() -> np.random.Generator:
     return np.random.default_rng(3)
 
@@ -34,6 +62,48 @@ def test_bursts_end_every_period_and_have_their_own_rate() -> None:
     assert within.sum() / 20 == pytest.approx(1000, rel=0.03)
     assert (~within).sum() / 80 == pytest.approx(100, rel=0.05)
     assert (np.diff(at_s) >= 0).all()
+
+
+def test_a_time_that_ends_within_a_burst_has_that_part_of_it() -> None:
+    at_s = arrivals.burst(0, 1000, every_s=10, for_s=2, seconds=19, random=random())
+    assert len(at_s) == pytest.approx(3000, rel=0.06)
+    assert (at_s >= 18).sum() == pytest.approx(1000, rel=0.1)
+    assert at_s[-1] < 19
+
+
+def test_a_replica_gets_its_part_of_every_stream(tmp_path: Path) -> None:
+    seen = recording(tmp_path, "at_s,rows\n0,1\n0.001,2\n0.003,3\n")
+    streams = [
+        Stream("poisson", 1000),
+        Stream("constant", 3000, "constant"),
+        Stream("bursts", 0, "burst", peak_per_s=10_000, every_s=10, for_s=2),
+        Stream("seen", 4000, "recorded", recording=seen),
+    ]
+    part = traffic(streams, 20, 1, replicas=4)
+    assert np.bincount(part.stream) == pytest.approx(np.array([5_000, 15_000, 10_000, 20_000]), rel=0.05)
+    at_s = part.at_s[part.stream == 1] * 3000
+    np.testing.assert_allclose(at_s, np.round(at_s), atol=1e-6)  # moments of the whole stream
+    assert np.diff(at_s).mean() == pytest.approx(4, rel=0.03)
+    assert (part.at_s[part.stream == 2] % 10 >= 8).all()
+    assert np.bincount(part.rows[part.stream == 3])[1:] == pytest.approx(np.full(3, 6667), rel=0.05)
+
+
+def test_what_a_load_has_room_for_is_counted_for_one_replica_and_over_its_bursts(tmp_path: Path) -> None:
+    tiny = recording(tmp_path, "0\n1e-12\n")
+    with pytest.raises(SpecError, match="a load has room for 100,000,000"):
+        traffic([Stream("a", 0, "recorded", recording=tiny)], 60, seed=0)
+    with pytest.raises(SpecError, match="would be 60,000,000 requests within 60 s, .* room for 20,000,000"):
+        traffic([Stream("a", 1e9)], 60, seed=0, replicas=1000, most=20_000_000)
+    assert len(traffic([Stream("a", 1e9, "constant")], 60, seed=0, replicas=10**7)) == pytest.approx(6000, rel=0.1)
+    rare = Stream("a", 0, "burst", peak_per_s=1e6, every_s=600, for_s=0.01)
+    assert len(traffic([rare], 600, seed=0)) == pytest.approx(10_000, rel=0.05)
+
+
+def test_requests_larger_than_the_largest_batch_are_refused() -> None:
+    arrivals.check_sizes([Stream("a", 1, rows=256)], 256)
+    for rows in (300, {1: 1.0, 300: 0.1}):
+        with pytest.raises(SpecError, match="have up to 300 rows, and the model's max_batch_size is 256"):
+            arrivals.check_sizes([Stream("a", 1, rows=rows)], 256)
 
 
 def test_a_stream_keeps_its_arrivals_when_another_is_added() -> None:

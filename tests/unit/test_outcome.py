@@ -31,7 +31,8 @@ def outcome() -> Outcome:
 
 def test_goodput_counts_answers_within_the_promise_of_their_stream(outcome: Outcome) -> None:
     assert (outcome.requests, outcome.answered, outcome.within_slo) == (6, 4, 3)
-    assert outcome.goodput_per_s == 1.0
+    assert outcome.goodput_per_s == pytest.approx(3 / 3.2)
+    assert outcome.by_stream["app"].goodput_per_s == pytest.approx(1 / 3)
     assert outcome.attainment == 0.5
     assert outcome.by_stream["app"].attainment == 0.25
     assert outcome.by_stream["night"].attainment == 1.0  # it has no promise to break
@@ -42,6 +43,17 @@ def test_throughput_counts_up_to_the_last_answer(outcome: Outcome) -> None:
     assert outcome.throughput_per_s == pytest.approx(4 / 3.2)
     assert outcome.rows == 1 + 2 + 16 + 32
     assert outcome.by_stream["app"].throughput_per_s == pytest.approx(2 / 3)
+
+
+def test_goodput_is_never_more_than_the_throughput() -> None:
+    at_s = np.arange(1000) / 1000  # 1000 requests in a second, answered at 100 a second, all of them in time
+    traffic = Traffic(at_s, np.ones(1000, np.int32), np.zeros(1000, np.int16), 1.0)
+    latency_us = (np.arange(1, 1001) / 100 - at_s) * 1e6
+    found = summarise(
+        traffic, [Stream("app", 1000, slo_ms=60_000)], latency_us=latency_us, error=np.zeros(1000, np.int16), kinds=()
+    )
+    assert found.attainment == 1.0
+    assert found.goodput_per_s == found.throughput_per_s == pytest.approx(100)
 
 
 def test_errors_are_counted_by_kind_and_their_times_are_no_latencies(outcome: Outcome) -> None:

@@ -28,6 +28,8 @@ FloatArray = npt.NDArray[np.float64]
 Arrivals = Literal["poisson", "constant", "burst", "recorded"]
 TIME_COLUMNS = ("at_s", "timestamp", "time")
 ROWS_COLUMN = "rows"
+MOST_REQUESTS = 100_000_000  # of one load: their times and sizes take 5 GB while they are put in order
+ALL = "all"  # the name of the sum of all streams
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,21 @@ class Recording:
         return float(self.at_s[-1]) * len(self.at_s) / (len(self.at_s) - 1)
 
 
-def traffic(streams: Sequence[Stream], seconds: float, seed: int) -> Traffic:
-    """The requests of all streams within `seconds`. Raises SpecError for a stream that cannot be, or a bad recording."""
+def traffic(
+    streams: Sequence[Stream], seconds: float, seed: int, *, replicas: int = 1, most: int = MOST_REQUESTS
+) -> Traffic:
+    """The requests of all streams within `seconds`; of several `replicas`, those of one, when each request goes to any of them.
+
+    Raises SpecError for a stream that cannot be, a bad recording, or more than `most` requests.
+    """
+    if len(streams) > 1 and any(stream.name == ALL for stream in streams):
+        raise SpecError(f"A stream beside others is named {ALL}, and so is their sum. No load is made. Rename it.")
     times, rows, places = [], [], []
+    room = most
     for place, (stream, own) in enumerate(zip(streams, np.random.SeedSequence(seed).spawn(len(streams)), strict=True)):
         random = np.random.default_rng(own)
-        at_s, sizes = _requests(stream, seconds, random)
+        at_s, sizes = _requests(stream, seconds, random, room, replicas)
+        room -= len(at_s)
         times.append(at_s)
         rows.append(sizes)
         places.append(np.full(len(at_s), place, dtype=np.int16))
@@ -97,17 +108,26 @@ def poisson(rate_per_s: float, seconds: float, random: np.random.Generator) -> F
 
 def constant(rate_per_s: float, seconds: float) -> FloatArray:
     """Arrivals at equal distances, the first at 0."""
-    return np.arange(math.ceil(rate_per_s * seconds - 1e-9), dtype=np.float64) / rate_per_s
+    return np.arange(_count_of(rate_per_s, seconds), dtype=np.float64) / rate_per_s
 
 
 def burst(
     base_per_s: float, peak_per_s: float, every_s: float, for_s: float, seconds: float, random: np.random.Generator
 ) -> FloatArray:
     """Poisson arrivals at `base_per_s`; the last `for_s` of every `every_s` seconds are at `peak_per_s`."""
-    most = max(base_per_s, peak_per_s)
-    at_s = poisson(most, seconds, random)  # thinned to the rate of its moment (Lewis and Shedler)
-    rate = np.where(at_s % every_s >= every_s - for_s, peak_per_s, base_per_s)
-    return at_s[random.uniform(0, most, len(at_s)) < rate]
+    burst_s, between_s = _burst_s(every_s, for_s, seconds), every_s - for_s
+    inside = poisson(
+        peak_per_s, burst_s, random
+    )  # of the bursts one after the other, and then of the time between them
+    outside = poisson(base_per_s, seconds - burst_s, random)
+    return np.sort(
+        np.concatenate(
+            [
+                inside // for_s * every_s + between_s + inside % for_s,
+                outside // between_s * every_s + outside % between_s,
+            ]
+        )
+    )
 
 
 def recorded(path: Path, seconds: float, rate_per_s: float | None = None) -> FloatArray:
@@ -115,7 +135,7 @@ def recorded(path: Path, seconds: float, rate_per_s: float | None = None) -> Flo
 
     It begins again after its end, until `seconds` are full.
     """
-    return _replayed(read_recording(path), seconds, rate_per_s)[0]
+    return _replayed(read_recording(path), seconds, rate_per_s, 1, np.random.default_rng(0))[0]
 
 
 def read_recording(path: Path) -> Recording:
@@ -158,19 +178,62 @@ def read_recording(path: Path) -> Recording:
     return Recording(at_s[order] - at_s.min(), sizes)
 
 
-def _requests(stream: Stream, seconds: float, random: np.random.Generator) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+def _requests(
+    stream: Stream, seconds: float, random: np.random.Generator, room: int, replicas: int
+) -> tuple[FloatArray, npt.NDArray[np.int32]]:
     _check(stream, seconds)
-    if stream.arrivals == "recorded":
-        assert stream.recording is not None
-        at_s, sizes = _replayed(read_recording(stream.recording), seconds, stream.rate_per_s or None)
+    recording = None if stream.recording is None else read_recording(stream.recording)
+    _check_room(stream, _expected(stream, seconds, recording) / replicas, seconds, room)
+    rate_per_s, peak_per_s = stream.rate_per_s / replicas, stream.peak_per_s / replicas
+    if recording is not None:
+        at_s, sizes = _replayed(recording, seconds, stream.rate_per_s or None, replicas, random)
         return at_s, sizes if sizes is not None else _sizes(stream.rows, len(at_s), random)
     if stream.arrivals == "constant":
-        at_s = constant(stream.rate_per_s, seconds)
+        at_s = _drawn(_count_of(stream.rate_per_s, seconds), replicas, random) / stream.rate_per_s
     elif stream.arrivals == "burst":
-        at_s = burst(stream.rate_per_s, stream.peak_per_s, stream.every_s, stream.for_s, seconds, random)
+        at_s = burst(rate_per_s, peak_per_s, stream.every_s, stream.for_s, seconds, random)
     else:
-        at_s = poisson(stream.rate_per_s, seconds, random)
+        at_s = poisson(rate_per_s, seconds, random)
     return at_s, _sizes(stream.rows, len(at_s), random)
+
+
+def _expected(stream: Stream, seconds: float, recording: Recording | None) -> float:
+    """How many requests a stream has within `seconds`, the mean."""
+    if recording is not None and not stream.rate_per_s:
+        return len(recording.at_s) * (seconds / recording.length_s)
+    burst_s = _burst_s(stream.every_s, stream.for_s, seconds) if stream.arrivals == "burst" else 0.0
+    return stream.rate_per_s * (seconds - burst_s) + stream.peak_per_s * burst_s
+
+
+def _burst_s(every_s: float, for_s: float, seconds: float) -> float:
+    """How much of a time is within bursts, which are the last `for_s` of every `every_s`."""
+    periods, rest_s = divmod(seconds, every_s)
+    return periods * for_s + max(0.0, rest_s - (every_s - for_s))
+
+
+def _count_of(rate_per_s: float, seconds: float) -> int:
+    return math.ceil(rate_per_s * seconds - 1e-9)
+
+
+def _drawn(count: int, replicas: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Which of `count` requests in a row one of the replicas gets, rising, without making the others."""
+    if replicas == 1:
+        return np.arange(count)
+    mean = count / replicas
+    gaps = random.geometric(
+        1 / replicas, math.ceil(mean + 7 * math.sqrt(mean) + 10)
+    )  # enough but for once in 1e11 loads
+    places: npt.NDArray[np.int64] = np.cumsum(gaps) - 1
+    return places[places < count]
+
+
+def _check_room(stream: Stream, requests: float, seconds: float, room: int) -> None:
+    """Raise SpecError before memory is taken for more requests than a load may have."""
+    if requests > room:
+        raise SpecError(
+            f"Stream {stream.name} would be {requests:,.0f} requests within {seconds:g} s, and a load has room for {room:,} of "
+            "them. No load is made. Lower the rate or the time."
+        )
 
 
 def _check(stream: Stream, seconds: float) -> None:
@@ -196,6 +259,17 @@ def _check(stream: Stream, seconds: float) -> None:
         raise SpecError(f"Stream {stream.name} cannot be: {'; '.join(wrong)}. No load is made. Correct it.")
 
 
+def check_sizes(streams: Sequence[Stream], max_batch_size: int) -> None:
+    """Raise SpecError for requests of more rows than the model takes (a recording's own sizes are not looked at)."""
+    for stream in streams:
+        largest = stream.rows if isinstance(stream.rows, int) else max(stream.rows)
+        if largest > max_batch_size:
+            raise SpecError(
+                f"Requests of stream {stream.name} have up to {largest:,} rows, and the model's max_batch_size is {max_batch_size}: "
+                "Triton refuses them. No load is made. Send fewer rows, or raise max_batch_size."
+            )
+
+
 def _sizes(rows: int | Mapping[int, float], count: int, random: np.random.Generator) -> npt.NDArray[np.int32]:
     if isinstance(rows, int):
         return np.full(count, rows, dtype=np.int32)
@@ -204,15 +278,15 @@ def _sizes(rows: int | Mapping[int, float], count: int, random: np.random.Genera
 
 
 def _replayed(
-    recording: Recording, seconds: float, rate_per_s: float | None
+    recording: Recording, seconds: float, rate_per_s: float | None, replicas: int, random: np.random.Generator
 ) -> tuple[FloatArray, npt.NDArray[np.int32] | None]:
     count = len(recording.at_s)
     stretch = 1.0 if rate_per_s is None else count / recording.length_s / rate_per_s
     length_s = recording.length_s * stretch
-    times = math.ceil(seconds / length_s)
-    at_s = (recording.at_s * stretch + np.arange(times)[:, np.newaxis] * length_s).ravel()
+    repetition, place = np.divmod(_drawn(math.ceil(seconds / length_s) * count, replicas, random), count)
+    at_s = recording.at_s[place] * stretch + repetition * length_s
     within = at_s < seconds
-    return at_s[within], None if recording.rows is None else np.tile(recording.rows, times)[within]
+    return at_s[within], None if recording.rows is None else recording.rows[place[within]]
 
 
 def _seconds(text: str) -> float:

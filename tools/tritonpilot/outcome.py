@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from tritonpilot.arrivals import FloatArray, Stream, Traffic
+from tritonpilot.arrivals import ALL, FloatArray, Stream, Traffic
 from tritonpilot.histogram import Histogram
 
 #: Kinds of errors; others are the server's own: "HTTP 400", "INVALID_ARGUMENT".
@@ -61,19 +61,24 @@ class Outcome:
         return self.latency.count
 
     @property
+    def answering_s(self) -> float:
+        """The time of the load, up to the last answer where that came later."""
+        return max(self.seconds, self.last_answer_s)
+
+    @property
     def throughput_per_s(self) -> float:
-        """Good answers per second, up to the last one where it came later than the last request."""
-        return self.answered / max(self.seconds, self.last_answer_s)
+        """Good answers per second of `answering_s`."""
+        return self.answered / self.answering_s
 
     @property
     def rows_per_s(self) -> float:
-        """Rows answered per second."""
-        return self.rows / max(self.seconds, self.last_answer_s)
+        """Rows answered per second of `answering_s`."""
+        return self.rows / self.answering_s
 
     @property
     def goodput_per_s(self) -> float:
-        """Answers within the SLO per second of the load."""
-        return self.within_slo / self.seconds
+        """Answers within the SLO per second of the same time, so never more than the throughput."""
+        return self.within_slo / self.answering_s
 
     @property
     def attainment(self) -> float:
@@ -106,7 +111,7 @@ class Outcome:
         drawn = Table(*headers, *(f"{_heading(name)}\nms" for name in SHARES), "errors", title=title)
         for column in drawn.columns[1:-1]:
             column.justify, column.no_wrap = "right", True
-        rows = {**self.by_stream, **({"all": self} if len(self.by_stream) != 1 else {})}
+        rows = {**self.by_stream, **({ALL: self} if len(self.by_stream) != 1 else {})}
         for name, each in rows.items():
             shown = [each.requests / each.seconds, each.throughput_per_s, each.goodput_per_s]
             drawn.add_row(
