@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tritonpilot import perf_analyzer_binary
 from tritonpilot.arrivals import Stream, Traffic
 from tritonpilot.commands import load
-from tritonpilot.errors import HostError, MeasurementError, PilotError, SpecError
+from tritonpilot.errors import HostError, MeasurementError, SpecError
 from tritonpilot.histogram import Histogram
 from tritonpilot.load import files, http_sender, job, scenario
 from tritonpilot.load.target import Signature, Target, bodies
@@ -73,11 +73,23 @@ def test_a_scenario_takes_priorities_and_promises_from_the_service(tmp_path: Pat
         (("service: ctr", "service: ctr\nmodel: x"), "not both"),
         (("{1: 8, 4: 2}", "{0: 8}"), "rows"),
         (("400", "'400'"), "evening.yaml:6"),
+        (("name: night", "name: all"), "must not be named all"),
+        (
+            ("seconds: 30", "seconds: 30\nheaders: {x key: a}"),
+            r"evening.yaml:5: headers: 'x key' is no name of a header",
+        ),
+        (("seconds: 30", "seconds: 30\nheaders: {X-Key: a, x-key: b}"), "a header is given twice"),
     ],
 )
 def test_a_wrong_scenario_is_refused_with_its_line(tmp_path: Path, change: tuple[str, str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         scenario.read(written(tmp_path, SCENARIO.replace(*change)))
+
+
+def test_headers_are_in_lower_case_as_grpc_takes_them(tmp_path: Path) -> None:
+    text = SCENARIO.replace("seconds: 30", "seconds: 30\nheaders: {X-Key: ' abc '}")
+    assert scenario.read(written(tmp_path, text)).headers == {"x-key": "abc"}
+    assert load._headers(["X-Key: a:b", "other:"]) == {"x-key": "a:b", "other": ""}
 
 
 def test_an_unknown_class_is_refused(tmp_path: Path) -> None:
@@ -117,8 +129,9 @@ def test_a_series_is_a_line_per_second(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path: Path, option: str) -> None:
     for path in (tmp_path / "none" / "x", tmp_path):
         error = call("ctr", "--rate", 10, option, path).exception
-        assert isinstance(error, PilotError)
+        assert isinstance(error, HostError)
         assert "Nothing was sent" in str(error)
+    assert "no ordinary file" in str(call("ctr", "--rate", 10, option, "/dev/null").exception)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,42 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path: Path
         (["ctr", "--rate", "5", "--rows", "0"], "no number of rows"),
         (["ctr", "--rate", "5", "--rows", "1:0"], "no number of rows"),
         (["ctr", "--rate", "5", "--header", "key"], "no NAME:VALUE"),
+        (["ctr", "--rate", "5", "--header", "x key:a"], "is no name of a header"),
+        (["ctr", "--rate", "5", "--header", "x-key:\N{EURO SIGN}"], "must be printable ASCII"),
+        (["ctr", "--rate", "5", "--header", "x-key:a\r\nb:c"], "must be printable ASCII"),
+        (["ctr", "--rate", "5", "--header", "Content-Length:5"], "is the protocol's own"),
+        (["ctr", "--rate", "5", "--header", "a:1", "--header", "A:2"], "a is given twice"),
+        (["ctr", "--rate", "1e8"], "--rate: Input should be less than or equal to 10000000"),
+        (["ctr", "--rate", "nan"], "no list of positive numbers"),
+        (["ctr", "--rate", "5", "--rows", "3000000000"], "--rows: Input should be less than or equal to 2147483647"),
+        (["ctr", "--rate", "5", "--slo-ms", "inf"], "--slo-ms: Input should be a finite number"),
+        (["ctr", "--rate", "5", "--seconds", "nan"], "Invalid value for '--seconds'"),
+        (["ctr", "--rate", "5", "--class", "a b"], "--class: String should match pattern"),
+        (["ctr", "--rate", "5", "--histogram", "x", "--series", "./x"], "the same file is named twice"),
+        (["ctr", "--rate", "5", "--http", "h:1", "--server-cpus", "0"], "--server-cpus: a server that runs already"),
         (["evening.yaml", "--rate", "5"], "says rate"),
+        (["evening.yaml", "--seconds", "10", "--arrivals", "constant"], "--arrivals, --seconds: a scenario file says"),
+        (["evening.yaml", "--rows", "1"], "--rows: a scenario file says"),
+        *(
+            (
+                ["ctr", "--tool", "perf_analyzer", "--rate", "5", option, value],
+                f"{option}: perf_analyzer is called without",
+            )
+            for option, value in {
+                "--seconds": "1",
+                "--slo-ms": "5",
+                "--seed": "1",
+                "--processes": "3",
+                "--histogram": "x",
+                "--series": "x",
+                "--header": "a:b",
+            }.items()
+        ),
+        (
+            ["ctr", "--tool", "perf_analyzer", "--concurrency", "4", "--arrivals", "poisson"],
+            "--arrivals: perf_analyzer",
+        ),
+        (["--merge", "a.json", "--seed", "1", "--series", "x"], "--seed, --series: --merge adds up files"),
         (["evening.yaml", "--tool", "perf_analyzer"], "one stream"),
         (["a.yaml", "b.yaml"], "several files need --merge"),
     ],
@@ -206,28 +254,49 @@ def test_an_answer_ends_where_its_head_says(answer: bytes) -> None:
     assert [http_sender._end(answer[:size]) for size in range(len(answer))] == [-1] * len(answer)
 
 
-def test_without_perf_analyzer_a_rate_is_sent_by_our_own_sender(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = tmp_path / "models" / "ctr"
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP re: junk\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * (1 << 16),
+    ],
+)
+def test_what_is_no_http_is_no_answer(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="server"):
+        http_sender._end(answer)
+
+
+def options_of(folder: Path) -> list[object]:
+    """A service whose server is nowhere."""
+    service = folder / "models" / "ctr"
     service.mkdir(parents=True)
     (service / "service.yaml").write_text(
         "service: ctr\nmodel: {file: m.onnx, samples: s.npz}\nbatching: {max_batch_size: 8}\n"
     )
     np.savez(service / "s.npz", x=np.zeros((2, 1), np.float32))
+    return ["ctr", "--models", folder / "models", "--http", "127.0.0.1:1"]
+
+
+def test_options_that_make_too_large_a_load_name_no_file(tmp_path: Path) -> None:
+    argv = options_of(tmp_path)
+    huge = call(*argv, "--rate", "1e7", "--seconds", 86400).exception
+    assert isinstance(huge, SpecError)
+    assert "would be 864,000,000,000 requests" in str(huge)
+    unknown = call(*argv, "--rate", 5, "--class", "realtime").exception
+    assert isinstance(unknown, SpecError)
+    assert str(unknown).startswith("service ctr has no class realtime (it has none)")
+    assert isinstance(call(*argv, "--rate", 5, "--cpus", 99999).exception, HostError)
+
+
+def test_without_perf_analyzer_a_rate_is_sent_by_our_own_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(perf_analyzer_binary.ENV, str(tmp_path / "none"))
     perf_analyzer_binary.find.cache_clear()
-    argv = [
-        "ctr",
-        "--models",
-        tmp_path / "models",
-        "--tool",
-        "perf_analyzer",
-        "--http",
-        "127.0.0.1:1",
-        "--grpc",
-        "127.0.0.1:1",
-    ]
+    argv = [*options_of(tmp_path), "--tool", "perf_analyzer", "--grpc", "127.0.0.1:1"]
     try:
         result = call(*argv, "--protocol", "http", "--rate", 5)
         assert not isinstance(result.exception, HostError)

@@ -58,6 +58,11 @@ def read(path: Path, kind: type[W], begins_with: str) -> W:
         raise SpecError("\n".join([*_say_all(path, node, kind, error), "Nothing was changed."])) from error
 
 
+def problems(error: ValidationError) -> list[tuple[tuple[str, ...], str]]:
+    """What is wrong with values that stand in no file: the keys that lead to each, and the words about it."""
+    return [(tuple(str(part) for part in loc), _message(problem)) for loc, problem in _problems(error)]
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean X?`, or nothing when no known word is close."""
     close = difflib.get_close_matches(word, known, 1, 0.5)
@@ -88,15 +93,20 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def _say_all(path: Path, node: yaml.Node | None, kind: type[BaseModel], error: ValidationError) -> list[str]:
     """Each problem as one line with file, line, what is wrong and what to do, without repetitions."""
-    problems = [(tuple(p for p in e["loc"] if not _is_union_branch(p)), e) for e in error.errors()]
+    lines = [f"{path}:{_line_of(node, loc)}: {_say(loc, kind, e)}" for loc, e in _problems(error)]
+    return list(dict.fromkeys(lines))
+
+
+def _problems(error: ValidationError) -> list[tuple[tuple[object, ...], Any]]:
+    """Where each is, and pydantic's words about it."""
+    every = [(tuple(p for p in e["loc"] if not _is_union_branch(p)), e) for e in error.errors()]
     # A wrong key in a field of several forms fails each form in its own way: only the key is worth telling.
-    told = {loc[:-1] for loc, e in problems if e["type"] == "extra_forbidden" and loc[:-1]}
-    lines = [
-        f"{path}:{_line_of(node, loc)}: {_say(loc, kind, e)}"
-        for loc, e in problems
+    told = {loc[:-1] for loc, e in every if e["type"] == "extra_forbidden" and loc[:-1]}
+    return [
+        (loc, e)
+        for loc, e in every
         if e["type"] == "extra_forbidden" or not (loc in told or (loc[:-1] in told and e["type"] == "missing"))
     ]
-    return list(dict.fromkeys(lines))
 
 
 def _say(loc: Sequence[object], kind: type[BaseModel], problem: Any) -> str:
@@ -107,10 +117,13 @@ def _say(loc: Sequence[object], kind: type[BaseModel], problem: Any) -> str:
         return f"unknown key {where}{close}"
     if problem["type"] == "missing":
         return f"{where} is missing"
+    return f"{where}: {_message(problem)}" if where else _message(problem)
+
+
+def _message(problem: Any) -> str:
     message = re.sub(r"^Value error, ", "", str(problem["msg"]))
     given = problem.get("input")
-    shown = "" if isinstance(given, (dict, list, BaseModel)) else f" (given: {given!r})"
-    return f"{where}: {message}{shown}" if where else message
+    return message if isinstance(given, (dict, list, BaseModel)) else f"{message} (given: {given!r})"
 
 
 def _is_union_branch(part: object) -> bool:

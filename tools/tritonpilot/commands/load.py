@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, cast
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 
 from tritonpilot import build as building
-from tritonpilot import perf_analyzer_binary, samples, spec, sweep
-from tritonpilot.arrivals import Stream, traffic
+from tritonpilot import perf_analyzer_binary, samples, spec, sweep, written
+from tritonpilot.arrivals import ALL, Stream, traffic
 from tritonpilot.commands.options import (
     MODELS,
     REPOSITORY,
@@ -31,19 +32,35 @@ from tritonpilot.commands.options import (
     numbers,
     show,
 )
-from tritonpilot.errors import HostError, MeasurementError, SpecError
+from tritonpilot.errors import HostError, MeasurementError, PilotError, ServerError, SpecError
 from tritonpilot.histogram import Histogram
 from tritonpilot.load import SenderFacts, Target, files, run, scenario
+from tritonpilot.load.http_sender import MOST_NEW
 from tritonpilot.load.scenario import Scenario
+from tritonpilot.load.target import header, is_reachable
 from tritonpilot.measurement import table, to_json
-from tritonpilot.outcome import SHARES, Outcome
+from tritonpilot.outcome import CONNECTION, SHARES, Outcome
 from tritonpilot.server import EmbeddedServer
 
 EPILOG = "Example: tritonpilot load ctr --rate 500 --class realtime; tritonpilot load evening.yaml --series evening.csv"
 SUFFIXES = (".yaml", ".yml")
+MOST_REQUESTS = 20_000_000  # a sender takes some hundred bytes for each
+STREAM_OPTIONS = {"--rate", "--concurrency", "--class", "--rows", "--slo-ms", "--seconds", "--arrivals"}
+OWN_OPTIONS = {"--seconds", "--slo-ms", "--seed", "--processes", "--histogram", "--series", "--header"}
+# What options are called where they are checked.
+OPTIONS = {
+    "rate_per_s": "--rate",
+    "rows": "--rows",
+    "caller_class": "--class",
+    "name": "--class",
+    "slo_ms": "--slo-ms",
+    "seconds": "--seconds",
+    "service": "SCENARIO",
+}
 
 
 def command(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(
@@ -102,7 +119,9 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Send requests at their times, whatever becomes of the others: latency, goodput at the SLO, errors by kind."""
+    given = _given(context)
     if merge:
+        _refuse(given - {"--merge", "--histogram", "--json"}, "--merge adds up files and sends nothing")
         _merge([Path(each) for each in what], histogram, as_json)
         return
     if len(what) != 1:
@@ -110,9 +129,16 @@ def command(
     for path in (histogram, series):
         if path is not None:
             files.check_writable(path)
+    named = [path.resolve() for path in (Path(what[0]), histogram, series) if path is not None]
+    if len(set(named)) < len(named):
+        raise typer.BadParameter(
+            "the same file is named twice: one would overwrite the other", param_hint="--histogram, --series"
+        )
     is_file = Path(what[0]).suffix in SUFFIXES
-    if is_file and (rate or concurrency or caller_class or rows != "1" or slo_ms is not None):
-        raise typer.BadParameter("a scenario file says rate, class, rows and SLO itself", param_hint="SCENARIO")
+    if is_file:
+        _refuse(given & STREAM_OPTIONS, "a scenario file says rate, class, rows, SLO, seconds and arrivals itself")
+    if http or grpc:
+        _refuse(given & {"--server-cpus", "--repository"}, "a server that runs already is taken as it is")
     if not (is_file or rate or concurrency):
         raise typer.BadParameter(
             f"{what[0]!r} is no scenario file (.yaml); a service needs --rate, or --concurrency", param_hint="SCENARIO"
@@ -123,6 +149,9 @@ def command(
         raise typer.BadParameter(
             "perf_analyzer sends one stream: name a service, with --rate or --concurrency", param_hint="--tool"
         )
+    if tool == "perf_analyzer":
+        without = OWN_OPTIONS | ({"--arrivals"} if concurrency else set())
+        _refuse(given & without, "perf_analyzer is called without it: it measures until its figures are stable")
     rates = numbers(rate, "--rate", float) if rate else []
     if len(rates) > 1 and tool != "perf_analyzer":
         raise typer.BadParameter("one rate at a time; perf_analyzer takes a list", param_hint="--rate")
@@ -138,29 +167,30 @@ def command(
     sample_rows = samples.read(_samples(asked, service))
     model = asked.model or str(asked.service)
     extra = _headers(headers or [])
+    sender_cpus, pinned = cpu_list(cpus), cpu_list(server_cpus, "--server-cpus")
+    requests = traffic(streams, asked.seconds, asked.seed if seed is None else seed, most=MOST_REQUESTS)
     chosen = protocol or ("grpc" if grpc and not http else "http" if http and not grpc else asked.protocol)
-    with _served(service, http, grpc, models, repository, server_cpus) as (http_url, grpc_url, server):
+    with _served(service, http, grpc, models, repository, pinned) as (http_url, grpc_url, server):
         url = grpc_url if chosen == "grpc" else http_url
         if not url:
             raise typer.BadParameter(f"the address for {chosen} is missing", param_hint=f"--{chosen}")
         if tool == "perf_analyzer":
-            loads = _Loads(rates, numbers(concurrency, "--concurrency", int) if concurrency else [], cpu_list(cpus))
+            loads = _Loads(rates, numbers(concurrency, "--concurrency", int) if concurrency else [], sender_cpus)
             _perf_analyzer(model, streams[0], sample_rows, loads, chosen, http_url, grpc_url, as_json)
             return
-        requests = traffic(streams, asked.seconds, asked.seed if seed is None else seed)
         narrate(f"{len(requests)} requests to {model} within {asked.seconds:g} s over {chosen} to {url}")
+        target = Target(url, chosen, {**asked.headers, **extra})
         outcome, facts = run(
-            Target(url, chosen, {**asked.headers, **extra}),
+            target,
             model,
             sample_rows,
             requests,
             streams,
             processes=processes or asked.processes,
-            cpus=cpu_list(cpus),
+            cpus=sender_cpus,
             on_progress=narrate,
         )
-        if server is not None:
-            server.check_alive()
+        failure = _failure(outcome, target, server)
     if histogram is not None:
         files.write_histograms(histogram, files.histograms(outcome))
         narrate(f"wrote {histogram}")
@@ -168,10 +198,40 @@ def command(
         files.write_series(series, outcome.series)
         narrate(f"wrote {series}")
     _tell(asked, model, chosen, outcome, facts, as_json)
+    if failure is not None:
+        raise failure
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that the caller wrote, as --seed."""
+    every = {param.name: param.opts[0] for param in context.command.params if param.opts[0].startswith("--")}
+    sources = {option: context.get_parameter_source(name) for name, option in every.items() if name is not None}
+    return {option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _refuse(options: set[str], because: str) -> None:
+    """Raise typer.BadParameter for options that would mean nothing here."""
+    if options:
+        raise typer.BadParameter(because, param_hint=", ".join(sorted(options)))
+
+
+def _failure(outcome: Outcome, target: Target, server: EmbeddedServer | None) -> PilotError | None:
+    """What the command fails with although the load has its figures: the server is gone, or it answered nothing."""
+    if server is not None:
+        try:
+            server.check_alive()
+        except ServerError as error:
+            return error
+    elif CONNECTION in outcome.errors and not is_reachable(target):
+        return ServerError(
+            f"The server at {target.url} accepts no connections any more: {outcome.errors[CONNECTION]} of {outcome.requests} "
+            "requests failed so. The figures hold for what was answered before. Look at the server's log."
+        )
     if not outcome.answered:
-        raise MeasurementError(
+        return MeasurementError(
             f"None of the {outcome.requests} requests was answered. The figures are of errors alone. Look at the server's log."
         )
+    return None
 
 
 def _has_perf_analyzer(can_do_without: bool) -> bool:
@@ -196,7 +256,7 @@ def _simple(
     slo_ms: float | None,
 ) -> Scenario:
     """The scenario of one stream that the options describe."""
-    stream: dict[str, Any] = {"name": caller_class or "all", "arrivals": arrivals, "rows": rows}
+    stream: dict[str, Any] = {"name": caller_class or ALL, "arrivals": arrivals, "rows": rows}
     stream["rate_per_s"] = rates[0] if rates else 1.0
     if caller_class:
         stream["caller_class"] = caller_class
@@ -206,8 +266,10 @@ def _simple(
         return Scenario.model_validate(
             {"scenario": "options", "service": service, "seconds": seconds, "streams": [stream]}
         )
-    except ValueError as error:
-        raise SpecError(f"These options make no load: {error}. Nothing was sent.") from error
+    except ValidationError as error:
+        keys, words = written.problems(error)[0]
+        option = next((OPTIONS[key] for key in keys if key in OPTIONS), "SCENARIO")
+        raise typer.BadParameter(words, param_hint=option) from error
 
 
 def _sizes(text: str) -> int | dict[int, float]:
@@ -228,18 +290,24 @@ def _sizes(text: str) -> int | dict[int, float]:
 
 
 def _headers(texts: Sequence[str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         name, colon, value = text.partition(":")
-        if not (colon and name.strip()) or not text.isprintable():
+        if not colon:
             raise typer.BadParameter(f"{text!r} is no NAME:VALUE", param_hint="--header")
-        found[name.strip().lower()] = value.strip()
+        try:
+            name, value = header(name, value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--header") from error
+        if name in found:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--header")
+        found[name] = value
     return found
 
 
 def _samples(asked: Scenario, service: spec.Service | None) -> Path:
     if service is None:
-        return asked.path.parent / str(asked.samples)
+        return asked.folder / str(asked.samples)
     if service.samples is None:
         raise SpecError(f"{service.path} names no samples, which a load sends. Set `samples` of the model or pipeline.")
     return service.samples
@@ -247,7 +315,7 @@ def _samples(asked: Scenario, service: spec.Service | None) -> Path:
 
 @contextmanager
 def _served(
-    service: spec.Service | None, http: str, grpc: str, models: Path, repository: Path, server_cpus: str
+    service: spec.Service | None, http: str, grpc: str, models: Path, repository: Path, cpus: Sequence[int] | None
 ) -> Iterator[tuple[str, str, EmbeddedServer | None]]:
     """The addresses for HTTP and gRPC, and the server when it is our own."""
     if http or grpc:
@@ -258,7 +326,7 @@ def _served(
     with EmbeddedServer(
         repository,
         models=[service.service],
-        cpus=cpu_list(server_cpus),
+        cpus=cpus,
         probe_inputs=building.probe_inputs(models, repository),
         on_progress=narrate,
     ) as server:
@@ -327,6 +395,11 @@ def _tell(asked: Scenario, model: str, protocol: str, outcome: Outcome, facts: S
         f"sender: late by {facts.schedule_p50_ms:.2f} ms (P50), {facts.schedule_p99_ms:.2f} ms (P99); {facts.cores:.2f} cores in "
         f"{facts.processes} process{'es' * (facts.processes > 1)}; at most {facts.most_in_flight} in flight"
     )
+    if facts.held:
+        print(
+            f"{facts.held} requests waited in the sender for a server that stood still: {MOST_NEW} connections had no first answer "
+            "yet. That is in their latency, and not in how late the sender was."
+        )
     if facts.is_limit:
         print(f"The sender itself was a limit: {facts.reason}.")
 

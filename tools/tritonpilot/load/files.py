@@ -16,23 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from tritonpilot.errors import PilotError, SpecError
+from tritonpilot.arrivals import ALL
+from tritonpilot.errors import HostError, SpecError
 from tritonpilot.histogram import Histogram
 from tritonpilot.outcome import Outcome, Second
 
-ALL = "all"
-
 
 def check_writable(path: Path) -> None:
-    """Raise PilotError unless a file can be written there."""
+    """Raise HostError unless a file can be written there."""
     reasons = {
         f"there is no folder {path.parent}": not path.parent.is_dir(),
         "it is a folder": path.is_dir(),
+        "it is no ordinary file": path.exists() and not (path.is_dir() or path.is_file()),
         f"nothing may be written into {path.parent}": not os.access(path.parent, os.W_OK),
     }
     reason = next((words for words, is_so in reasons.items() if is_so), "")
     if reason:
-        raise PilotError(
+        raise HostError(
             f"{path} cannot be written: {reason}. Nothing was sent. Name a file in a folder that may be written."
         )
 
@@ -89,4 +89,4 @@ def _write(path: Path, text: str) -> None:
             aside.write_text(text, encoding="utf-8")
             aside.replace(path)
     except OSError as error:
-        raise PilotError(f"{path} cannot be written: {error}. What was there is there still.") from error
+        raise HostError(f"{path} cannot be written: {error}. What was there is there still.") from error

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import errno
+import math
+import re
 import resource
 import select
 import socket
@@ -23,6 +25,9 @@ RECEIVE_BYTES = 1 << 18
 EVENTS = 64  # answers read before the clock is looked at again
 LOOK_S = 0.5
 OK = b"HTTP/1.1 200"
+START = re.compile(rb"HTTP/1\.[01] [1-5][0-9][0-9]")
+START_BYTES = len(OK)
+MOST_HEAD_BYTES = 1 << 16
 HEAD_END = b"\r\n\r\n"
 LENGTH = b"\r\ncontent-length:"
 CHUNKED = b"\r\ntransfer-encoding: chunked"
@@ -31,6 +36,7 @@ SPARE_FILES = 64
 # Connections without a first answer: what does not fit into the queue of a listener that has not accepted them, the kernel drops
 # and repeats after seconds. 900 at once were too many for Triton with one HTTP thread.
 MOST_NEW = 400
+STILL_S = 0.1  # a server that answers nothing for so long stands still: what waits meanwhile, waits for the server
 
 
 class _Connection:
@@ -70,6 +76,11 @@ class _Sender:
         self._busy = 0
         self._new = 0
         self._waiting: collections.deque[int] = collections.deque()  # due, but every connection is taken
+        self._unexplained: list[
+            int
+        ] = []  # of these, since the last answer: there were MOST_NEW connections without one
+        self._silent_s = math.inf  # since when nothing was there to read although answers were due
+        self._caught_up_s = -math.inf  # when a server that stood still should have caught up
 
     def __enter__(self) -> _Sender:
         return self
@@ -100,6 +111,8 @@ class _Sender:
                 for number, event in events:
                     happened(number, event)
             else:
+                if self._busy and self._silent_s == math.inf:
+                    self._silent_s = now - self._start
                 # epoll takes whole milliseconds, select microseconds; an epoll can itself be waited for.
                 until = min(at[sent] if sent < count else look, look)
                 left = until - clock()
@@ -110,12 +123,28 @@ class _Sender:
                 self._give_up(now)
                 if self._on_look is not None:
                     self._on_look(sent, self._busy, self._log)
+        self._explain(clock() - self._start)
         return self._log
 
     def _begin(self, request: int) -> None:
-        if not self._started(request):
-            self._waiting.append(request)
+        if self._started(request):
+            return
+        self._waiting.append(request)
+        if len(self._all) < self._most:
+            self._unexplained.append(request)
+        else:
             self._log.waited_for_connection += 1
+
+    def _explain(self, now_s: float) -> None:
+        """Was it the server that requests waited for until now: did it stand still, or catch up for as long as it had?"""
+        still_s = now_s - self._silent_s
+        if still_s > STILL_S:
+            self._caught_up_s = now_s + still_s
+        if now_s <= self._caught_up_s:
+            self._log.is_held[self._unexplained] = True
+        else:
+            self._log.waited_for_new += len(self._unexplained)
+        self._unexplained.clear()
 
     def _started(self, request: int) -> bool:
         """Whether there was a connection for the request, or room for one."""
@@ -212,11 +241,18 @@ class _Sender:
             self._lose(connection, "the server closed the connection")
             return
         received = connection.received + part if connection.received else part
-        end = _end(received)
+        try:
+            end = _end(received)
+        except ValueError as error:
+            self._lose(connection, str(error))
+            return
         if end < 0:
             connection.received = received
             return
         connection.received = b""
+        if self._unexplained:
+            self._explain(now)
+        self._silent_s = math.inf
         request, connection.request = connection.request, -1
         if request < 0:  # an answer to nothing: the server is about to close
             self._drop(connection)
@@ -297,15 +333,22 @@ def _open_files() -> int:
 
 
 def _end(received: bytes) -> int:
-    """Where the first HTTP answer ends; -1 when it is not all there."""
+    """Where the first HTTP answer ends; -1 when it is not all there. Raises ValueError for what is none."""
+    if len(received) >= START_BYTES and not START.match(received):
+        raise ValueError(f"the server answered what is no HTTP: {received[:40]!r}")
     head_end = received.find(HEAD_END)
     if head_end < 0:
+        if len(received) > MOST_HEAD_BYTES:
+            raise ValueError("the head of the server's answer does not end")
         return -1
     head = received[: head_end + 2].lower()
     start = head.find(LENGTH)
     if start >= 0:
         stop = head.find(b"\r\n", start + len(LENGTH))
-        end = head_end + 4 + int(head[start + len(LENGTH) : stop])
+        length = head[start + len(LENGTH) : stop].strip()
+        if not length.isdigit():
+            raise ValueError(f"the server's answer has the length {length[:40]!r}")
+        end = head_end + 4 + int(length)
         return end if len(received) >= end else -1
     if CHUNKED in head:
         last = received.find(b"\r\n0\r\n\r\n", head_end + 2)

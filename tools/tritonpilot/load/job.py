@@ -46,11 +46,15 @@ class Log:
     wall_s: float = 0.0  # of the same time: from the beginning to the last request that was due
     most_in_flight: int = 0
     waited_for_connection: int = 0  # requests that were due while every connection was taken
+    waited_for_new: int = 0  # that were due while too many connections had no first answer yet
+    # Whether a request waited so because the server stood still.
+    is_held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     @classmethod
     def of(cls, count: int) -> Log:
         """Nothing was sent yet."""
-        return cls(np.full(count, np.nan), np.full(count, np.nan), np.zeros(count, dtype=np.int16))
+        empty = np.full(count, np.nan)
+        return cls(empty, empty.copy(), np.zeros(count, dtype=np.int16), is_held=np.zeros(count, dtype=bool))
 
     def fail(self, request: int, kind: str, text: str, now_s: float) -> None:
         """Note that a request failed."""

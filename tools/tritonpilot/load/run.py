@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tritonpilot.arrivals import Stream, Traffic
-from tritonpilot.errors import MeasurementError
+from tritonpilot.errors import HostError, MeasurementError
 from tritonpilot.load import grpc_sender, http_sender
 from tritonpilot.load.job import CONNECTIONS, PATIENCE_S, Job, Log
 from tritonpilot.load.target import Arrays, Target, bodies, describe
@@ -52,6 +52,7 @@ class SenderFacts:
     is_limit: bool
     reason: str
     errors: Mapping[str, str]  # kind -> the server's words about the first one
+    held: int = 0  # over HTTP: requests that waited here for a server that stood still, and count in no schedule error
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -75,7 +76,8 @@ def run(
 
     `samples` maps inputs to arrays [rows, ...] that the requests are made of. `cpus` pins the sender, each process to one of
     them when there are several. A request without an answer for `patience_s` is an error. Raises ServerError when the server
-    does not know the model, MeasurementError when nothing can be sent or no request of a stream is answered beforehand.
+    does not know the model, HostError for CPUs that this process may not use, MeasurementError when nothing can be sent or no
+    request of a stream is answered beforehand.
     """
     say = on_progress or (lambda _: None)
     if not len(traffic):
@@ -201,7 +203,7 @@ def _pinned(cpus: Sequence[int] | None) -> Iterator[None]:
         try:
             os.sched_setaffinity(0, cpus)
         except OSError as error:
-            raise MeasurementError(
+            raise HostError(
                 f"The sender cannot run on the CPUs {list(cpus)} ({error}); this process may use {sorted(before)}. Nothing was "
                 "sent. Choose among those."
             ) from error
@@ -238,7 +240,7 @@ def _judge(
             kinds.setdefault(kind, log.texts[kind])
         places = [0, *(1 + list(kinds).index(kind) for kind in log.kinds)]
         whole.error[part] = np.array(places, dtype=np.int16)[log.error]
-        whole.sent_s[part], whole.done_s[part] = log.sent_s, log.done_s
+        whole.sent_s[part], whole.done_s[part], whole.is_held[part] = log.sent_s, log.done_s, log.is_held
     outcome = summarise(
         traffic,
         streams,
@@ -246,14 +248,18 @@ def _judge(
         error=whole.error,
         kinds=tuple(kinds),
     )
-    late_ms = np.maximum(0.0, whole.sent_s - traffic.at_s) * 1e3
+    late_ms = np.maximum(0.0, whole.sent_s - traffic.at_s)[~whole.is_held] * 1e3
     p50_ms, p99_ms, max_ms = (float(each) for each in np.quantile(late_ms, (0.5, 0.99, 1.0)))
     cores = [log.cpu_s / log.wall_s if log.wall_s > 0 else 0.0 for log in logs]
     waited = sum(log.waited_for_connection for log in logs)
+    waited_for_new = sum(log.waited_for_new for log in logs)
     is_busy, is_late = max(cores) > BUSY_CORES, p99_ms > LATE_MS
-    why = "" if is_busy or waited else f", and used {max(cores):.2f} of a core: other work kept its core"
+    is_known = is_busy or waited or waited_for_new
+    why = "" if is_known else f", and used {max(cores):.2f} of a core: other work kept its core"
     reasons = {
         f"{waited} requests were due while every connection of the sender was waiting for an answer": waited,
+        f"{waited_for_new} requests were due while {http_sender.MOST_NEW} connections had no first answer yet, and the sender "
+        "opens no more at once": waited_for_new,
         f"a sending process used {max(cores):.2f} of a core: use several, with --processes": is_busy,
         f"the sender sent 1 % of the requests {p99_ms:.2f} ms or more after their time{why}": is_late,
     }
@@ -269,4 +275,5 @@ def _judge(
         is_limit=bool(said),
         reason="; ".join(said) or "every request was sent in time",
         errors=kinds,
+        held=int(whole.is_held.sum()),
     )

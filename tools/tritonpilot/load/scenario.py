@@ -17,16 +17,18 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tritonpilot import written
-from tritonpilot.arrivals import Arrivals, Stream
+from tritonpilot.arrivals import ALL, Arrivals, Stream
 from tritonpilot.errors import SpecError
-from tritonpilot.spec import INT32_MAX, Name, Positive, Service
+from tritonpilot.load.target import header
+from tritonpilot.spec import CallerClass, Name, Positive, Service
 from tritonpilot.written import Written, nearest
 
 Rate = Annotated[float, Field(ge=0, le=10_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
+MOST_STREAMS = 2**15 - 1  # arrivals.Traffic names them in INT16
 
 
 class WrittenStream(Written):
@@ -64,14 +66,27 @@ class Scenario(Written):
     protocol: Literal["http", "grpc"] = "http"
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     headers: dict[str, str] = Field({}, description="sent with every request, e.g. an API key of an entry")
-    streams: Annotated[list[WrittenStream], Field(min_length=1, max_length=INT32_MAX)]
+    streams: Annotated[list[WrittenStream], Field(min_length=1, max_length=MOST_STREAMS)]
 
-    _path: Path = PrivateAttr(default=Path("scenario.yaml"))
+    _path: Path | None = PrivateAttr(default=None)
 
     @property
-    def path(self) -> Path:
-        """The file that it was read from."""
+    def path(self) -> Path | None:
+        """The file that it was read from; None when options say it."""
         return self._path
+
+    @property
+    def folder(self) -> Path:
+        """What its paths are relative to."""
+        return self._path.parent if self._path is not None else Path()
+
+    @field_validator("headers")
+    @classmethod
+    def _headers_are_some(cls, headers: dict[str, str]) -> dict[str, str]:
+        found = dict(header(name, value) for name, value in headers.items())
+        if len(found) < len(headers):
+            raise ValueError("a header is given twice; upper and lower case are the same")
+        return found
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Scenario:
@@ -83,9 +98,8 @@ class Scenario(Written):
         again = [name for name in names if names.count(name) > 1]
         if again:
             raise ValueError(f"two streams are named {again[0]}; give each its own name")
-        bad = [name for name, value in self.headers.items() if not f"{name}{value}".isprintable() or ":" in name]
-        if bad:
-            raise ValueError(f"the header {bad[0]!r} is none")
+        if len(names) > 1 and ALL in names:
+            raise ValueError(f"a stream beside others must not be named {ALL}: so is the sum of them all")
         return self
 
 
@@ -98,20 +112,23 @@ def read(path: Path) -> Scenario:
 
 def streams(scenario: Scenario, service: Service | None) -> tuple[Stream, ...]:
     """The streams with what the service promises to their classes. Raises SpecError for a class that it does not have."""
-    return tuple(_stream(each, service, scenario.path) for each in scenario.streams)
+    return tuple(_stream(each, service, scenario) for each in scenario.streams)
 
 
-def _stream(wanted: WrittenStream, service: Service | None, path: Path) -> Stream:
+def class_of(service: Service, name: str, where: str = "") -> CallerClass:
+    """The class of that name. Raises SpecError, that begins with `where`, when the service has none."""
+    known = {each.name: each for each in service.classes}
+    if name not in known:
+        has = nearest(name, list(known)) or f" (it has {', '.join(known) or 'none'})"
+        raise SpecError(f"{where}service {service.service} has no class {name}{has}. No load is made.")
+    return known[name]
+
+
+def _stream(wanted: WrittenStream, service: Service | None, scenario: Scenario) -> Stream:
     priority, slo_ms = wanted.priority or 0, wanted.slo_ms
     if wanted.caller_class is not None and service is not None:
-        known = {each.name: each for each in service.classes}
-        if wanted.caller_class not in known:
-            has = nearest(wanted.caller_class, list(known)) or f" (it has {', '.join(known) or 'none'})"
-            raise SpecError(
-                f"{path}: stream {wanted.name}: service {service.service} has no class {wanted.caller_class}{has}. "
-                "Nothing was sent."
-            )
-        caller = known[wanted.caller_class]
+        where = f"{scenario.path}: stream {wanted.name}: " if scenario.path is not None else ""
+        caller = class_of(service, wanted.caller_class, where)
         priority = caller.priority if wanted.priority is None else wanted.priority
         slo_ms = slo_ms if slo_ms is not None else service.promise_ms(caller)
     elif slo_ms is None and service is not None and service.slo is not None:
@@ -128,5 +145,5 @@ def _stream(wanted: WrittenStream, service: Service | None, path: Path) -> Strea
         peak_per_s=wanted.peak_per_s,
         every_s=wanted.every_s,
         for_s=wanted.for_s,
-        recording=None if wanted.recording is None else path.parent / wanted.recording,
+        recording=None if wanted.recording is None else scenario.folder / wanted.recording,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +31,9 @@ TIMEOUT_S = 10.0
 VARIANTS = 251  # a prime: streams in step do not meet the same rows again and again
 MOST_BODIES = 4096
 MOST_BYTES = 256 << 20
+HEADER = re.compile(r"[A-Za-z0-9_.-]+")
+VALUE = re.compile(r"[\x20-\x7e]*")
+OWN_HEADERS = {"host", "content-length", "inference-header-content-length", "transfer-encoding", "connection", "te"}
 Protocol = Literal["http", "grpc"]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -51,6 +56,27 @@ class Target:
                 "spoken."
             )
         return host.strip("[]"), int(port)
+
+
+def header(name: str, value: str) -> tuple[str, str]:
+    """A header as both protocols take it: name in lower case, no spaces around. Raises ValueError for one that they do not."""
+    name, value = name.strip().lower(), value.strip()
+    if not HEADER.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a header: letters, digits and - _ . make one")
+    if not VALUE.fullmatch(value):
+        raise ValueError(f"the value of header {name} must be printable ASCII, not {value!r}")
+    if name in OWN_HEADERS or name.startswith("grpc-") or name.endswith("-bin"):
+        raise ValueError(f"the header {name} is the protocol's own")
+    return name, value
+
+
+def is_reachable(target: Target) -> bool:
+    """Whether anybody accepts a connection there now."""
+    try:
+        socket.create_connection(target.address, TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
