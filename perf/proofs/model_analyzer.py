@@ -42,7 +42,9 @@ QUICK_SETTINGS = {
     "run_config_search_max_instance_count": 1,
     "concurrency_sweep_disable": True,
 }
-FP32_ALONE = Space(precisions=("fp32",))
+#: As Model Analyzer, the tuner may choose every batch size: no caller is there who sends larger requests.
+ANY = Space(max_batch_sizes=tuple(2**k for k in range(9)))
+FP32_ALONE = replace(ANY, precisions=("fp32",))
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def tuner_vs_model_analyzer(bench: Bench) -> Outcome:
         (service,) = load_services(Path(folder), ["ctr"])
         bench.say("making the INT8 file, as `tritonpilot quantize ctr` does")
         quantization.quantize(service, bench.say, seconds=0.5 if bench.quick else 4.0)
-        tuned, tuned_s = _tuned(bench, service, Space())
+        tuned, tuned_s = _tuned(bench, service, ANY)
         plain, _ = _tuned(bench, service, FP32_ALONE, known=tuned)
         analyzed = _analyzed(bench, service, Path(folder, "model_repository"))
         theirs = _setting(service, analyzed)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perf import emulated
 from tritonpilot.errors import SpecError
 from tritonpilot.setting import Setting, find
-from tritonpilot.spec import load_service, load_services
+from tritonpilot.spec import Service, load_service, load_services
 from tritonpilot.tune import rewrite
 
 PROJECT = Path(__file__).parents[2]
@@ -149,6 +150,35 @@ def test_a_text_that_does_not_say_the_setting_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(SpecError, match=r"could not be changed so that it says delay 500 us.*would say delay 0 us"):
         rewrite.checked(path, FLOW, "iris", setting)
+
+
+PIPELINE_OVER = """\
+service: over
+pipeline:
+  inputs: [{name: row, data_type: FP32, dims: [1]}]
+  outputs: [{name: emulated, data_type: FP32, dims: [1]}]
+  steps: [{service: device}]
+batching: {max_batch_size: 64}
+"""
+
+
+def test_a_setting_that_breaks_a_pipeline_over_the_service_is_refused(tmp_path: Path) -> None:
+    device = emulated.services_of(tmp_path, {"device": "batching: {max_batch_size: 64}"})["device"]
+    Path(tmp_path, "models/over").mkdir()
+    Path(tmp_path, "models/over/service.yaml").write_text(PIPELINE_OVER)
+    services = load_services(tmp_path / "models")
+    text = device.path.read_text()
+
+    def said(size: int) -> Service:
+        setting = replace(Setting.of(device), max_batch_size=size)
+        new = rewrite.rewritten(text, device, setting.applied(device))
+        return rewrite.checked(device.path, new, "device", setting)
+
+    rewrite.check_all(said(128), services)
+    with pytest.raises(
+        SpecError, match=r"With the new setting over cannot be built any more: .*takes batches up to 8, below"
+    ):
+        rewrite.check_all(said(8), services)
 
 
 def test_the_difference_is_a_unified_diff_and_the_file_keeps_its_mode(tmp_path: Path) -> None:

@@ -10,13 +10,23 @@ from tritonpilot.costs import Costs
 from tritonpilot.errors import SpecError
 from tritonpilot.setting import Setting
 from tritonpilot.simulate import Batcher, Level
-from tritonpilot.spec import Service, load_service
+from tritonpilot.spec import Service, load_service, load_services
 from tritonpilot.tune import explain
-from tritonpilot.tune.search import Judge, differing, highest_rates, reachable, search, with_limits
-from tritonpilot.tune.wish import Space, Wish
+from tritonpilot.tune.search import (
+    Judge,
+    differing,
+    highest_rates,
+    reachable,
+    search,
+    smaller_would_do_better,
+    with_limits,
+)
+from tritonpilot.tune.wish import Space, Wish, passed_on
 
 #: A device: 10 ms for a row, and little more for 64.
 DEVICE = Costs(rows=(1, 16, 64), execution_us=(10_000, 11_000, 16_000), request_us=0, is_on_cpu=False)
+#: 4000 rows/s in batches of 8, and 640 in those of 64: what falls behind once stays there.
+CROWDED = Costs(rows=(1, 8, 64), execution_us=(1000, 2000, 100_000), request_us=0, is_on_cpu=False)
 TEXT = """\
 service: device
 model: {backend: emulated, samples: rows.npz}
@@ -63,8 +73,47 @@ def test_own_values_leave_time_for_an_execution_within_the_slo(service: Service)
     found = Wish.of(service).settings(service, cores=1)
 
     assert max(each.queue_delay_us for each in found) == 80_000
-    assert {each.max_batch_size for each in found} == {2**k for k in range(9)}
     assert {each.instances for each in found} == {1}  # a device of its own cannot be doubled
+
+
+def test_batches_below_the_largest_request_of_today_are_chosen_only_when_asked_for(service: Service) -> None:
+    wish = Wish.of(service)
+    asked = Wish.of(service, space=Space(max_batch_sizes=(4,)))
+
+    assert {each.max_batch_size for each in wish.settings(service, 1)} == {64, 128, 256}
+    assert {each.max_batch_size for each in wish.smaller(service, 1)} == {1, 2, 4, 8, 16, 32}
+    assert {each.max_batch_size for each in Wish.of(service, rows={1: 1, 9: 1}).smaller(service, 1)} == {16, 32}
+    assert {each.max_batch_size for each in asked.settings(service, 1)} == {4}
+    assert asked.smaller(service, 1) == []
+
+
+def test_what_smaller_batches_would_bring_and_refuse_is_said(service: Service) -> None:
+    wish = Wish.of(service, rate_per_s=3000, slo_ms=50, space=Space(queue_delays_us=(0,)))
+    judge = judge_of(wish, CROWDED)
+    (now,) = [each for each in wish.settings(service, 1) if each.max_batch_size == 64]
+    chosen = judge.judge(now, 20_000)
+    few = [each for each in wish.smaller(service, 1) if each.max_batch_size in (2, 8)]
+
+    found = smaller_would_do_better(judge, chosen, few)
+
+    assert found is not None
+    assert found.setting.max_batch_size == 8
+    assert (chosen.keeps_all, found.keeps_all) == (False, True)
+    text = explain.paragraph(judge, chosen, now, [now], smaller=found)
+    assert "is chosen of 1 setting." in text
+    assert "refuses requests of more than 8 rows, and up to 64 are answered today; --max-batch 8 allows it." in text
+    lowered = explain.paragraph(judge, found, now, [found.setting, now])
+    assert "Requests of more than 8 rows will be refused" in lowered
+    assert smaller_would_do_better(judge, found, [replace(now, max_batch_size=2)]) is None
+    assert smaller_would_do_better(judge, chosen, []) is None
+
+
+def test_pipelines_that_pass_their_batches_on_are_known() -> None:
+    services = load_services(Path(__file__).parents[2] / "models")
+
+    assert passed_on(services, "ctr") == {"ctr_raw": 256}
+    assert list(passed_on(services, "image_net")) == ["image"]
+    assert passed_on(services, "ctr_raw") == {}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +122,16 @@ def test_own_values_leave_time_for_an_execution_within_the_slo(service: Service)
         (Space(max_batch_sizes=(4,)), 8, "requests have up to 8 rows, more than the largest batch allowed, 4"),
         (Space(queue_delays_us=(90_000,)), 1, "the shortest queue delay allowed is 90000 us.*leave at most 80000 us"),
         (Space(precisions=("int8",)), 1, "int8 is asked for, but only fp32 has a model file"),
+        (
+            Space(),
+            1000,
+            r"up to 1000 rows, more than the largest batch allowed, 256 without --max-batch \(--max-batch 1000",
+        ),
+        (
+            Space(instances=(1, 300)),
+            1,
+            "cannot have the setting .* 300 instances of 1 thread.*less than or equal to 256",
+        ),
     ],
 )
 def test_limits_that_contradict_each_other_are_named(service: Service, space: Space, rows: int, words: str) -> None:
@@ -87,6 +146,8 @@ def test_a_wish_needs_a_rate_an_slo_and_known_classes(tmp_path: Path, service: S
         Wish.of(bare)
     with pytest.raises(SpecError, match="promises no latency"):
         Wish.of(bare, rate_per_s=10)
+    with pytest.raises(SpecError, match="1e\\+09 requests/s for device are not above 0 and at most 10,000,000"):
+        Wish.of(service, rate_per_s=1e9)
     with pytest.raises(SpecError, match="There is no class first in the mix; the classes are all"):
         Wish.of(service, mix={"first": 1})
 
@@ -153,6 +214,9 @@ def test_an_slo_out_of_reach_says_what_is_reachable(service: Service) -> None:
     text = explain.unreachable(wish, best, found)
     assert text.startswith("No setting keeps the promise to all at 1,500 requests/s within 12 ms")
     assert "Reachable are" in text
+    none = explain.unreachable(wish, best, replace(found, at_rate=None, p99_ms=30.0))
+    assert "No rate is reachable within that SLO, but a P99 of 30 ms at the rate asked for" in none
+    assert "chosen" not in explain.paragraph(judge, best, Setting.of(service), settings, is_reached=False)
 
 
 def test_the_paragraph_says_why(service: Service) -> None:

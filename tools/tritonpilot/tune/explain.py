@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tritonpilot.outcome import Outcome
 from tritonpilot.setting import Setting
 from tritonpilot.tune.search import ENOUGH_ROOM, KEPT, TIERS, Judge, Judged, Reachable
 from tritonpilot.tune.wish import Wish
@@ -16,40 +17,70 @@ from tritonpilot.tune.wish import Wish
 EQUAL_MS = 0.05  # a P99 that differs by less, as a part, is the same
 
 
-def paragraph(judge: Judge, chosen: Judged, now: Setting, settings: Sequence[Setting]) -> str:
-    """What is chosen, what batches do for this model, what a step to each side would change, and what is set now."""
+def paragraph(
+    judge: Judge,
+    chosen: Judged,
+    now: Setting,
+    settings: Sequence[Setting],
+    *,
+    is_reached: bool = True,
+    smaller: Judged | None = None,
+) -> str:
+    """What is chosen, what batches do for this model, what a step to each side would change, and what is set now.
+
+    Without `is_reached` nothing is chosen, and `unreachable` says what comes nearest. `smaller` would do better, with batches
+    that refuse requests which are answered today.
+    """
     wish, setting, found = judge.wish, chosen.setting, chosen.simulated
     sentences = [
-        f"For {_traffic(wish)}, {setting.describe()} is chosen of {len(settings)} settings.",
         _batches(judge, chosen),
-        f"Simulated, it executes {_number(found.mean_rows)} rows at a time, keeps its instance{'s' * (setting.instances > 1)} "
-        f"{found.utilisation:.0%} busy and answers {found.outcome.attainment:.1%} of the requests in time "
-        f"(P99 {_ms(found.outcome.p_ms(0.99))}){_room(chosen)}.",
+        f"Simulated, {'it' if is_reached else setting.describe()} executes {_number(found.mean_rows)} rows at a time, keeps its "
+        f"instance{'s' * (setting.instances > 1)} {found.utilisation:.0%} busy and answers {found.outcome.attainment:.1%} of the "
+        f"requests in time (P99 {_ms(found.outcome.p_ms(0.99))}){_room(chosen)}.",
         *_neighbours(judge, chosen, settings),
     ]
+    if is_reached:
+        count = f"{len(settings)} setting{'s' * (len(settings) != 1)}"
+        sentences.insert(0, f"For {_traffic(wish)}, {setting.describe()} is chosen of {count}.")
     if now != setting:
         sentences.append(_compared(judge, chosen, now))
+    if setting.max_batch_size < now.max_batch_size:
+        sentences.append(
+            f"Requests of more than {setting.max_batch_size} rows will be refused: max_batch_size is also the largest request, and "
+            f"up to {now.max_batch_size} rows are answered today."
+        )
+    if smaller is not None:
+        sentences.append(_smaller(smaller, chosen, now))
     return " ".join(sentences)
 
 
-def unreachable(wish: Wish, best: Judged, found: Reachable) -> str:
-    """What cannot be had, what comes nearest, and what could be promised instead."""
-    missed = ", ".join(stream.name for stream, kept in zip(wish.streams, best.kept, strict=True) if not kept)
-    instead = (
-        f"{found.rate_per_s:,.0f} requests/s within that SLO ({found.at_rate.describe()})"
-        if found.at_rate is not None
-        else "no rate at all, for a lone request takes longer than that"
-    )
-    return (
-        f"No setting keeps the promise to {missed} at {_traffic(wish)}: the best, {best.setting.describe()}, answers "
-        f"{best.simulated.outcome.attainment:.1%} in time, and {KEPT:.0%} are promised. Reachable are {instead}, or a P99 of "
-        f"{_ms(found.p99_ms)} at that rate ({found.at_p99.describe()})."
-    )
+def unreachable(wish: Wish, best: Judged, found: Reachable, measured: Outcome | None = None) -> str:
+    """What cannot be had, what comes nearest, and what could be promised instead. `measured`: the best on the real server."""
+    missed = [stream.name for stream, kept in zip(wish.streams, best.kept, strict=True) if not kept]
+    if missed or measured is None:
+        what = (
+            f"No setting keeps the promise to {', '.join(missed)} at {_traffic(wish)}: the best, {best.setting.describe()}, "
+            f"answers {best.simulated.outcome.attainment:.1%} in time, and {KEPT:.0%} are promised."
+        )
+    else:
+        missed = [name for name, each in measured.by_stream.items() if each.attainment < KEPT]
+        what = (
+            f"On the real server no setting that was verified keeps the promise to {', '.join(missed)} at {_traffic(wish)}: the "
+            f"best, {best.setting.describe()}, answers {measured.attainment:.1%} in time there, and {KEPT:.0%} are promised. The "
+            "simulator, by which the following is reachable, is too hopeful here."
+        )
+    shortest = f"a P99 of {_ms(found.p99_ms)} at the rate asked for ({found.at_p99.describe()})"
+    if found.at_rate is None:
+        return f"{what} No rate is reachable within that SLO" + (
+            f", but {shortest}." if found.p99_ms < math.inf else "."
+        )
+    within = f"{_per_second(found.rate_per_s)} within that SLO ({found.at_rate.describe()})"
+    return f"{what} Reachable are {within}" + (f", or {shortest}." if found.p99_ms < math.inf else ".")
 
 
 def _traffic(wish: Wish) -> str:
     streams = [
-        f"{stream.rate_per_s:,.0f} requests/s"
+        _per_second(stream.rate_per_s)
         + (f" of {stream.name}" if len(wish.streams) > 1 else "")
         + (f" within {stream.slo_ms:g} ms" if math.isfinite(stream.slo_ms) else " without a promise")
         for stream in wish.streams
@@ -95,6 +126,19 @@ def _neighbours(judge: Judge, chosen: Judged, settings: Sequence[Setting]) -> li
     return sentences
 
 
+def _smaller(smaller: Judged, chosen: Judged, now: Setting) -> str:
+    """What smaller batches would bring, and what they would refuse."""
+    outcome, rows = smaller.simulated.outcome, smaller.setting.max_batch_size
+    if smaller.keeps_all and chosen.keeps_all and smaller.room is not None:
+        would = f"would stand {'at least ' * (smaller.room >= ENOUGH_ROOM)}{smaller.room:.2g} times the rate"
+    else:
+        would = f"would answer {outcome.attainment:.1%} in time"
+    return (
+        f"A smaller max_batch_size, as in {smaller.setting.describe()}, {would}, simulated, but refuses requests of more than "
+        f"{rows} row{'s' * (rows != 1)}, and up to {now.max_batch_size} are answered today; --max-batch {rows} allows it."
+    )
+
+
 def _but(setting: Setting, name: str) -> dict[str, object]:
     """The setting without one of its values, and without limits, which are chosen at the end."""
     return {key: value for key, value in setting.as_dict().items() if key not in (name, "max_queue_sizes")}
@@ -114,6 +158,10 @@ def _against(other: Judged, chosen: Judged) -> str:
     if not math.isfinite(one.p_ms(0.99)) or abs(one.p_ms(0.99) / two.p_ms(0.99) - 1) < EQUAL_MS:
         return "is no better"
     return f"has a P99 of {_ms(one.p_ms(0.99))}"
+
+
+def _per_second(rate: float) -> str:
+    return f"{rate:,.0f} requests/s" if rate >= 10 else f"{rate:.2g} requests/s"
 
 
 def _ms(value: float) -> str:

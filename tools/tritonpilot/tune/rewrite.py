@@ -2,6 +2,7 @@
 
     new = rewritten(path.read_text(), service, setting.applied(service))     # comments, order and style stay
     print(difference(path, new))
+    check_all(checked(path, new, name, setting), services)                  # pipelines over it can still be built
     write(path, new)
 
 Only values that differ are replaced, where they stand; a key that is not there yet is added to the mapping that it belongs to.
@@ -12,14 +13,16 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tritonpilot.errors import RepositoryError, SpecError
+from tritonpilot import build
+from tritonpilot.errors import ModelError, RepositoryError, SpecError
+from tritonpilot.model_config import Target
 from tritonpilot.setting import Setting, find
 from tritonpilot.spec import Service, Step, load_service
 
@@ -53,7 +56,36 @@ def checked(path: Path, text: str, name: str, setting: Setting) -> Service:
             f"{path} could not be changed so that it says {setting.describe()}; it would say {found.describe()}. "
             "It is as it was. Change it by hand."
         )
+    said._path = path
     return said
+
+
+def check_all(said: Service, services: Sequence[Service], target: Target = "auto") -> None:
+    """Raises SpecError when the changed service, or a pipeline over it, can be built no more.
+
+    Services that cannot be built now either, and those whose model files are not made yet, are left out.
+    """
+    changed = [said if each.service == said.service else each for each in services]
+    for before, after in zip(services, changed, strict=True):
+        if after is not said and said not in build.with_members([after], build.by_name(changed)):
+            continue
+        try:
+            build.plan([after], target, changed)
+        except ModelError:
+            continue
+        except SpecError as error:
+            if _can_be_built(before, services, target):
+                raise SpecError(
+                    f"With the new setting {after.service} cannot be built any more: {error} {said.path} is as it was."
+                ) from error
+
+
+def _can_be_built(service: Service, services: Sequence[Service], target: Target) -> bool:
+    try:
+        build.plan([service], target, services)
+    except SpecError:
+        return False
+    return True
 
 
 def difference(path: Path, text: str) -> str:

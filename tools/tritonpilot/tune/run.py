@@ -39,6 +39,7 @@ from tritonpilot.tune.search import (
     highest_rates,
     reachable,
     search,
+    smaller_would_do_better,
     with_limits,
 )
 from tritonpilot.tune.wish import Wish, runs_on_cpu
@@ -50,6 +51,8 @@ EQUAL_MEASURED = 0.02  # goodputs that a few seconds on a real machine cannot te
 SPEED_CHANGE = 0.15  # of the machine since the costs were measured, that is worth telling
 PROFILE_DELAY_US = 500  # profile's: bursts become one batch
 FEW_ROWS = 0.02  # so many of a load's requests may fail for another reason than the queue: the model's own bad rows
+VERIFY_REQUESTS_MOST = 20_000_000  # in one verification
+PROFILED_MS = 100.0  # batches that take so long are measured also for a shorter SLO: they form where requests pile up
 MOST_BYTES = 64 << 20  # of a batch that is tried for the costs
 SHOWN = 10  # of the simulated settings, in the evidence
 IN_TIME = (REJECTED, TIMED_OUT)  # what the queue says of a request when more come than it can serve
@@ -107,7 +110,8 @@ class Tuned:
             "streams": [_stream(each) for each in self.wish.streams],
             "is_rate_open": self.wish.is_rate_open,
             "now": self.now.as_dict(),
-            "chosen": self.setting.as_dict(),
+            "chosen": self.setting.as_dict() if self.is_reached else None,
+            "nearest": None if self.is_reached else self.setting.as_dict(),
             "reason": self.reason,
             "is_reached": self.is_reached,
             "reachable": _reachable(self.reachable),
@@ -163,6 +167,10 @@ def tune(
     cores = len(cpus) if cpus else len(os.sched_getaffinity(0))
     now = Setting.of(service)
     settings = wish.settings(service, cores)  # before anything is started
+    smaller = wish.smaller(service, cores)
+    if verified:
+        _check_can_be_sent(wish, verify_s)
+        most_per_s = min(most_per_s, VERIFY_REQUESTS_MOST / verify_s)
     clock = _Clock()
     with Stage(service, models, cpus=cpus, target=target, on_progress=say) as stage:
         with clock("measuring"):
@@ -174,7 +182,9 @@ def tune(
                     profiles[kind] = _profiled(stage, kind, now, settings, wish, cores, say)
                     known[kind] = profiles[kind].costs
                     memory[kind] = _memory(stage)
-        settings = _worth_trying(_within_memory(service, settings, wish.memory_mb, memory), known, wish)
+        settings = _within_memory(service, settings, wish.memory_mb, memory)
+        smaller = _in_time(_within_memory(service, smaller, wish.memory_mb, memory), known, wish)
+        settings = _in_time(settings, known, wish) or _with_least_batch(settings)
         with clock("simulating"):
             judge = Judge(_batcher(service, target), known, wish, seed)
             wish, judge = _with_rate(judge, settings, most_per_s, say)
@@ -199,12 +209,14 @@ def tune(
         chosen = _winner(seen, best)
         is_reached = chosen.keeps_all and all(v.keeps_all for v in seen if v.judged is chosen)
         instead = None if is_reached else reachable(judge, settings)
-        reason = explain.paragraph(judge, chosen, now, settings)
+        hint = smaller_would_do_better(judge, chosen, smaller)
+        reason = explain.paragraph(judge, chosen, now, settings, is_reached=is_reached, smaller=hint)
     measured = next((v for v in seen if v.judged is chosen), None)
     if measured is not None:
         reason += f" {_measured_in_words(measured, len(seen))}"
     if instead is not None:
-        reason = f"{explain.unreachable(wish, chosen, instead)} {reason}"
+        outcome = None if measured is None else measured.measured
+        reason = f"{explain.unreachable(wish, chosen, instead, outcome)} {reason}"
     return Tuned(
         service=service.service,
         now=now,
@@ -241,7 +253,8 @@ def _profiled(
 ) -> Profile:
     """The costs of one kind of instance."""
     precision, threads = kind
-    sizes = sorted({each.max_batch_size for each in settings})
+    most = max(each.max_batch_size for each in settings)
+    sizes = sorted({*(2**k for k in range(most.bit_length())), *(each.max_batch_size for each in settings)})
     one = replace(now, queue_delay_us=PROFILE_DELAY_US, instances=1, threads=threads, precision=precision)
     stage.apply(replace(one, max_batch_size=sizes[-1]))
     return profile(
@@ -262,7 +275,7 @@ def _memory(stage: Stage) -> tuple[float, float]:
 
 
 def _rows_in_time(stage: Stage, sizes: Sequence[int], slo_ms: float) -> int:
-    """The largest batch that a lone request is answered in time with: larger ones are not worth a measurement."""
+    """The largest batch that a lone request is answered in time with, or soon: larger ones are not worth a measurement."""
     largest = sizes[0]
     row_bytes = sum(array.nbytes // len(array) for array in stage.samples.values())
     with stage.server.control() as control:
@@ -275,7 +288,7 @@ def _rows_in_time(stage: Stage, sizes: Sequence[int], slo_ms: float) -> int:
                 began = time.monotonic()
                 control.probe(stage.model, inputs)
                 took_ms.append((time.monotonic() - began) * 1e3)
-            if min(took_ms) > slo_ms:
+            if min(took_ms) > max(slo_ms, PROFILED_MS):
                 break
             largest = size
     return largest
@@ -289,21 +302,34 @@ def _rows(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     return taken.astype(np.object_) if taken.dtype.kind == "S" else taken
 
 
-def _worth_trying(settings: Sequence[Setting], costs: Mapping[Kind, Costs], wish: Wish) -> list[Setting]:
-    """Those without batches that would take longer than the SLO, unless a single request is as large."""
-    found = [
+def _check_can_be_sent(wish: Wish, seconds: float) -> None:
+    """Raises SpecError when a verification would be of more requests than can be sent."""
+    if not wish.is_rate_open and wish.rate_per_s * seconds > VERIFY_REQUESTS_MOST:
+        raise SpecError(
+            f"{wish.rate_per_s:,.0f} requests/s for {seconds:g} s are more than the {VERIFY_REQUESTS_MOST:,} requests that are "
+            "sent to verify a setting. Nothing was measured. Say a lower rate; `tritonpilot plan` is for many servers."
+        )
+
+
+def _in_time(settings: Sequence[Setting], costs: Mapping[Kind, Costs], wish: Wish) -> list[Setting]:
+    """Those without batches that would take longer than the SLO."""
+    return [
         each
         for each in settings
         if costs[each.precision, each.threads].execution_mean_us(each.max_batch_size) <= wish.slo_ms * 1e3
     ]
+
+
+def _with_least_batch(settings: Sequence[Setting]) -> list[Setting]:
+    """Those with the smallest of the batches, which the largest request may fill alone."""
     least = min(each.max_batch_size for each in settings)
-    return found or [each for each in settings if each.max_batch_size == least]
+    return [each for each in settings if each.max_batch_size == least]
 
 
 def _within_memory(
     service: Service, settings: Sequence[Setting], most_mb: float | None, memory: Mapping[Kind, tuple[float, float]]
 ) -> list[Setting]:
-    if most_mb is None:
+    if most_mb is None or not settings:
         return list(settings)
 
     def needed(setting: Setting) -> float:

@@ -30,6 +30,7 @@ ENOUGH_ROOM = 2.0  # times the rate: more room for growth and bursts decides not
 #: (requests a setting serves, how exactly its room is found, most settings that go on)
 TIERS = ((3_000, 1.2, 100), (12_000, 1.06, 24), (40_000, 1.03, 24))
 RATES = ((3_000, 1.1, 24), (20_000, 1.03, 24))  # the same, where the highest rate is sought
+SMALLER = 8  # of settings with smaller batches than may be chosen, that are looked at again
 LONGEST_OF_SLO = 10.0  # serve at least so many SLOs: an overload needs time to show
 REQUESTS_MOST = 200_000
 LEAST_OF_CEILING = 1000.0  # lower rates than this part of what full batches would serve are not asked for
@@ -244,13 +245,34 @@ def reachable(judge: Judge, settings: Sequence[Setting]) -> Reachable:
     return Reachable(factor * judge.wish.rate_per_s, at_rate if factor else None, _p99_ms(best), best.setting)
 
 
+def smaller_would_do_better(judge: Judge, chosen: Judged, smaller: Sequence[Setting]) -> Judged | None:
+    """The best of settings with smaller batches than may be chosen, where it keeps promises that the chosen one does not, or
+    answers or stands clearly more; else None."""
+    (requests, step, _), (again, finer, _) = TIERS[:2]
+    going = order([judge.with_room(setting, requests, step) for setting in smaller], judge.wish)[:SMALLER]
+    if not going:
+        return None
+    best = order([judge.with_room(each.setting, again, finer) for each in going], judge.wish)[0]
+    mine = judge.with_room(chosen.setting, again, finer)
+    if best.keeps_all != mine.keeps_all:
+        return best if best.keeps_all else None
+    room = max(mine.room or 0.0, chosen.room or 0.0)
+    gains = (
+        best.goodput_per_s > (1 + EQUAL_GOODPUT) * mine.goodput_per_s or (best.room or 0.0) > (1 + EQUAL_ROOM) * room,
+        best.goodput_per_s >= (1 - EQUAL_GOODPUT) * mine.goodput_per_s,
+    )
+    return best if all(gains) else None
+
+
 def with_limits(judge: Judge, best: Judged) -> Judged:
     """The setting with the queue limits that answer most in time when half as much again comes as it can stand.
 
     A limit is left as it is where another one gains less than 1 %, or costs anything at the wish's own rate.
     """
     streams = judge.wish.streams
-    named = {level.name for level in judge.batcher.levels} - {""}  # a service without classes has one queue, without a limit
+    named = {level.name for level in judge.batcher.levels} - {
+        ""
+    }  # a service without classes has one queue, without a limit
     classes = [s.caller_class for s in streams if s.caller_class in named]
     if not classes:
         return best

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tritonpilot.arrivals import Stream, read_recording
 from tritonpilot.errors import SpecError
+from tritonpilot.pipeline import parts, step_model
 from tritonpilot.setting import Precision, Setting, precisions
 from tritonpilot.spec import Service
 from tritonpilot.written import nearest
@@ -21,12 +22,17 @@ from tritonpilot.written import nearest
 DELAYS_US = (0, 200, 500, 1000, 2000, 4000, 7000, 12_000, 20_000, 40_000, 80_000, 160_000)
 DELAY_OF_SLO = 0.8  # a request that waits longer for company has no time left for its execution
 BATCH_MOST = 256  # largest batch that is tried where neither the service file nor the caller says more
+RATE_MOST_PER_S = 10_000_000  # as in a scenario
 ANYONE = "all"  # the stream's name where a service has no classes
 
 
 @dataclass(frozen=True)
 class Space:
-    """What the choice is limited to; an empty tuple leaves a value to the tuner."""
+    """What the choice is limited to; an empty tuple leaves a value to the tuner.
+
+    Triton's max_batch_size is also the largest request that a model takes. Sizes below the present one would refuse requests that
+    are answered today, so they are chosen only from `max_batch_sizes`.
+    """
 
     max_batch_sizes: tuple[int, ...] = ()
     queue_delays_us: tuple[int, ...] = ()
@@ -59,18 +65,20 @@ class Space:
     def settings(self, service: Service, cores: int, slo_ms: float, least_rows: int = 1) -> list[Setting]:
         """Every setting within the limits: batches that take a request of `least_rows`, delays that leave time within `slo_ms`.
 
-        Raises SpecError when nothing is left, with the limit that leaves nothing.
+        Raises SpecError when nothing is left, with the limit that leaves nothing, or when the service cannot have one of them.
         """
         now = Setting.of(service)
         if now.max_batch_size == 0:
             raise _contradiction(
                 service, "its model has no batch dimension (max_batch_size 0), so Triton does not batch it"
             )
-        sizes = tuple(each for each in self.max_batch_sizes or _sizes(now.max_batch_size) if each >= least_rows)
+        allowed = self.max_batch_sizes or _sizes(now.max_batch_size)
+        sizes = tuple(each for each in allowed if each >= least_rows)
         if not sizes:
+            more = "" if self.max_batch_sizes else f" without --max-batch (--max-batch {least_rows} allows it)"
             raise _contradiction(
                 service,
-                f"requests have up to {least_rows} rows, more than the largest batch allowed, {max(self.max_batch_sizes)}",
+                f"requests have up to {least_rows} rows, more than the largest batch allowed, {max(allowed)}{more}",
             )
         delays = self.queue_delays_us or tuple(sorted({*DELAYS_US, now.queue_delay_us}))
         longest_us = min(
@@ -97,7 +105,15 @@ class Space:
         ]
         if not found:
             raise _contradiction(service, f"no number of instances ({_list(counts)}) fits its threads on {cores} cores")
+        for each in found:
+            each.applied(service)  # raises now what would else be known after the measurements
         return found
+
+    def with_smaller_batches(self, service: Service, least_rows: int = 1) -> Space | None:
+        """The batch sizes that are not chosen from because the service takes larger requests today; None where there are none."""
+        now = Setting.of(service).max_batch_size
+        sizes = tuple(2**k for k in range(now.bit_length()) if least_rows <= 2**k < now)
+        return replace(self, max_batch_sizes=sizes) if sizes and not self.max_batch_sizes else None
 
 
 @dataclass(frozen=True)
@@ -123,13 +139,23 @@ class Wish:
         return sum(mean_rate_per_s(stream) * _mean(stream.rows) for stream in self.streams)
 
     @property
+    def largest_rows(self) -> int:
+        """Rows of the largest request."""
+        return max(_largest(stream.rows) for stream in self.streams)
+
+    @property
     def slo_ms(self) -> float:
         """The shortest promise, ms; infinite where nothing is promised."""
         return min(stream.slo_ms for stream in self.streams)
 
     def settings(self, service: Service, cores: int) -> list[Setting]:
         """Every setting that the space leaves for these callers. Raises SpecError when there is none."""
-        return self.space.settings(service, cores, self.slo_ms, max(_largest(stream.rows) for stream in self.streams))
+        return self.space.settings(service, cores, self.slo_ms, self.largest_rows)
+
+    def smaller(self, service: Service, cores: int) -> list[Setting]:
+        """The settings whose batches are smaller than requests may be today: only to say what they would bring."""
+        space = self.space.with_smaller_batches(service, self.largest_rows)
+        return [] if space is None else space.settings(service, cores, self.slo_ms, self.largest_rows)
 
     def at(self, factor: float) -> tuple[Stream, ...]:
         """The streams with `factor` times their rates."""
@@ -155,7 +181,7 @@ class Wish:
         """Poisson arrivals of requests of `rows` rows, at the rate and the SLO of the service file where none is given.
 
         `mix` gives classes their parts of the rate (default: all of it is the default class's). Raises SpecError without a rate
-        or an SLO, and for a class that does not exist.
+        or an SLO, for a rate that nobody sends, and for a class that does not exist.
         """
         rate = rate_per_s or (service.slo.rate_per_s if service.slo else None) or (1.0 if is_rate_open else None)
         if rate is None:
@@ -163,10 +189,15 @@ class Wish:
                 f"{service.path} promises no rate (slo.rate_per_s), and none is given. Nothing was measured. Say --rate, or "
                 "--rate max for the highest that keeps the SLO."
             )
-        parts = dict(mix or {(_default_class(service) or ANYONE): 1.0})
+        if not 0 < rate <= RATE_MOST_PER_S:
+            raise SpecError(
+                f"{rate:,.6g} requests/s for {service.service} are not above 0 and at most {RATE_MOST_PER_S:,}. Nothing was "
+                "measured. Say a lower rate."
+            )
+        shares = dict(mix or {(_default_class(service) or ANYONE): 1.0})
         known = [each.name for each in service.classes] or [ANYONE]
-        unknown = [name for name in parts if name not in known]
-        if unknown or min(parts.values()) <= 0:
+        unknown = [name for name in shares if name not in known]
+        if unknown or min(shares.values()) <= 0:
             what = (
                 f"There is no class {unknown[0]}{nearest(unknown[0], known)}" if unknown else "A part is not positive"
             )
@@ -176,14 +207,14 @@ class Wish:
         streams = tuple(
             Stream(
                 name=name,
-                rate_per_s=rate * part / sum(parts.values()),
+                rate_per_s=rate * share / sum(shares.values()),
                 arrivals="poisson",
                 rows=rows,
                 caller_class="" if name == ANYONE else name,
                 priority=next((each.priority for each in service.classes if each.name == name), 0),
                 slo_ms=_promise_ms(service, name, slo_ms),
             )
-            for name, part in parts.items()
+            for name, share in shares.items()
         )
         return cls(streams, is_rate_open=is_rate_open, space=space or Space(), memory_mb=memory_mb)
 
@@ -218,6 +249,16 @@ def _largest(rows: int | Mapping[int, float]) -> int:
     return rows if isinstance(rows, int) else max(rows)
 
 
+def passed_on(services: Sequence[Service], name: str) -> dict[str, int]:
+    """Pipelines that pass their batches on to the model as they are -> the largest of them, rows."""
+    return {
+        each.service: each.batching.max_batch_size
+        for service in services
+        for each in parts(service)
+        if each.pipeline is not None and name in [step_model(each, step) for step in each.pipeline.steps]
+    }
+
+
 def runs_on_cpu(service: Service) -> bool:
     """Whether instances take the server's cores: model files without a GPU and Python backends do, emulated devices do not."""
     return service.model is None or service.model.backend != "emulated"
@@ -244,9 +285,8 @@ def _default_class(service: Service) -> str | None:
 
 
 def _sizes(now: int) -> tuple[int, ...]:
-    """Powers of two up to the largest batch that is tried, and what is set now."""
-    most = max(now, BATCH_MOST)
-    return tuple(sorted({*(2**k for k in range(most.bit_length())), now}))
+    """What is set now, and larger powers of two up to the largest batch that is tried."""
+    return (now, *(2**k for k in range(BATCH_MOST.bit_length()) if 2**k > now))
 
 
 def _counts(service: Service, now: int, cores: int) -> tuple[int, ...]:
