@@ -10,8 +10,9 @@ class Host:
     """Linux with its defaults (kernel 6.6 and newer, EEVDF)."""
 
     timer_slack_us: float = 50.0  # a sleep lasts so much longer (prctl(2), PR_SET_TIMERSLACK)
-    slice_us: float = 0.0  # an execution keeps its core so long once it has it, while the front end waits
-    burst_us: float = 1e9  # and the front end so long, while an execution waits
+    #: The front end, which wakes up for each request, takes cores from executions until it has had so much more than its share,
+    #: as much as each of its threads; then the executions have them until that is made up for (sched(7), base_slice_ns).
+    slice_us: float = 3000.0
     #: Chance that the batcher, notified of an execution's end, looks before the instance is free; None: by the number of cores.
     batcher_first: float | None = None
 

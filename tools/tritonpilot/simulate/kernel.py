@@ -1,6 +1,7 @@
 """What does Triton's dynamic batcher do next? Its rules, event by event, compiled.
 
-    end_us = serve(arrival_us, s, requests, payloads, instances, queues, sizes, jobs)      # tables of run.tables()
+    while not serve(arrival_us, servers, requests, payloads, instances, queues, sizes, jobs, events=1 << 20):    # tables of run.py
+        pass
 
 The rules are those of Triton core r24.10; functions say what they follow: `dynamic_batch_scheduler.cc` (BatcherThread,
 WaitForPayloadSlotAvailable, GetDynamicBatch, Enqueue), `scheduler_utils.cc` (PriorityQueue), `rate_limiter.cc`
@@ -45,14 +46,15 @@ IN, OUT, WAKE = 0, 1, 2
 INTEGERS = (
     "instances max_batch threads cores most_running most_preferred "  # what is given
     "queued_rows queued next_preferred mode current ring_head ring_tail idle pending pending_rows ordered "
-    "job_head job_tail on_cpu front_runs executions wakes"
+    "job_head job_tail on_cpu front_runs executions wakes following"
 )
 REALS = (
-    "delay_us request_us front_us front_row_us reply_us host_us host_request_us slack_us slice_us burst_us batcher_first "
-    "batcher_at executed speed resumed_at burst_at gate_at busy_us cpu_us"
+    "delay_us request_us front_us front_row_us reply_us host_us host_request_us slack_us slice_us batcher_first "
+    "now batcher_at executed speed resumed_at owed_us gate_at busy_us cpu_us"
 )
-CLAIMS = "prefetches keeps_order has_waker is_on_cpu is_saturated"
-#: One row: what is given and what changes of the server. `executed` is the clock of executions on the CPU, which runs at `speed`.
+CLAIMS = "prefetches keeps_order has_waker is_on_cpu is_saturated is_turn"
+#: One row: what is given and what changes of the server. `executed` is the clock of executions on the CPU, which runs at `speed`;
+#: `owed_us` is how much longer they must have the cores until the front end has had no more than its share.
 SERVER = np.dtype(
     [(name, "i8") for name in INTEGERS.split()]
     + [(name, "f8") for name in REALS.split()]
@@ -112,15 +114,20 @@ def serve(
     queues: Table,
     sizes: Table,
     jobs: IntArray,
-) -> float:
-    """Serve requests that arrive at the server, in the order of their arrival, and return when the last one left, us.
+    events: int,
+) -> bool:
+    """Serve requests that arrive at the server, in the order of their arrival, for so many events. Whether all have left.
 
-    The tables have been prepared; what became of requests and of the server is read from them. `jobs` is the front end's FIFO, a
-    power of two long.
+    The tables have been prepared; what became of requests and of the server, and the time `now`, is read from them. `jobs` is the
+    front end's FIFO, a power of two long. The next call goes on: only between calls can Python be interrupted.
     """
     s = servers[0]
-    count, following, now = len(arrival_us), 0, 0.0
+    count, following, now = len(arrival_us), s.following, s.now
     while following < count or s.queued > 0 or s.job_head < s.job_tail or s.front_runs > 0 or s.idle < s.instances:
+        if events <= 0:
+            s.following, s.now = following, now
+            return False
+        events -= 1
         at, event, place = np.inf, -1, -1
         if s.on_cpu > 0 and s.speed > 0:
             for j in range(s.instances):
@@ -150,7 +157,7 @@ def serve(
         now = at
         is_notified, is_timer, ending = False, False, -1
         if event == 0:
-            leave_cpu(s, instances[place])
+            leave_cpu(now, s, instances[place])
             if instances[place].device_us > 0:
                 instances[place].ends_us = now + instances[place].device_us
             else:
@@ -166,7 +173,7 @@ def serve(
             add_job(s, jobs, following * 3 + IN)
             following += 1
         elif event == 4:
-            s.gate_at = np.inf
+            s.gate_at, s.owed_us, s.is_turn = np.inf, 0.0, False
         elif event == 5:
             is_notified = is_timer = True
         else:
@@ -186,7 +193,12 @@ def serve(
             is_timer = False
             if not is_notified:
                 break
-    return now
+        is_at_rest = s.queued == 0 and s.idle == s.instances and s.job_head == s.job_tail and s.front_runs == 0
+        if event == 5 and is_at_rest and following < count and arrival_us[following] > s.batcher_at:
+            # Looks at an empty queue change nothing.
+            s.batcher_at += IDLE_WAIT_US * np.floor((arrival_us[following] - s.batcher_at) / IDLE_WAIT_US)
+    s.following, s.now = following, now
+    return True
 
 
 # The front end: cores that requests, replies and wakes share with executions.
@@ -202,7 +214,10 @@ def add_job(s: Row, jobs: IntArray, job: int) -> None:
 def run_front(
     now: float, s: Row, requests: Table, payloads: Table, instances: Table, queues: Table, jobs: IntArray
 ) -> bool:
-    """Begin waiting jobs where a core is free, or where an execution has had its slice. Whether one has notified the batcher."""
+    """Begin waiting jobs where a core is free, or the front end's turn. Whether one has notified the batcher.
+
+    As Linux shares cores: who wakes up gets the core at once, unless its side has had a slice more than its share.
+    """
     is_notified = False
     while s.job_head < s.job_tail:
         job = jobs[s.job_head & (len(jobs) - 1)]
@@ -221,15 +236,13 @@ def run_front(
         if s.front_runs >= min(s.cores, FRONTS):
             break
         if s.on_cpu > 0 and s.cores - s.front_runs - s.on_cpu * s.threads < 1:
-            if s.resumed_at < np.inf and now < s.resumed_at + s.slice_us:  # the execution keeps its slice
-                s.gate_at = s.resumed_at + s.slice_us
+            pay_back(now, s)
+            if s.is_turn or s.owed_us >= s.slice_us:
+                s.is_turn = True
+                s.resumed_at, s.gate_at = now, now + s.owed_us
                 break
-            if s.resumed_at < np.inf:
-                s.resumed_at, s.burst_at = np.inf, now
-            elif now - s.burst_at >= s.burst_us:  # the front end has had its own
-                s.resumed_at = now
-                s.gate_at = now + s.slice_us
-                break
+            s.resumed_at = np.inf
+            s.owed_us += work_us * owed_share(s)
         s.job_head += 1
         place = 0
         while s.front_ends[place] < np.inf:
@@ -243,6 +256,22 @@ def run_front(
             s.resumed_at = now
         set_speed(s)
     return is_notified
+
+
+@compiled
+def pay_back(now: float, s: Row) -> None:
+    """Executions have had the cores since `resumed_at`."""
+    if s.resumed_at < np.inf:
+        s.owed_us = max(0.0, s.owed_us - (now - s.resumed_at))
+        s.resumed_at = now
+
+
+@compiled
+def owed_share(s: Row) -> float:
+    """How long executions must have the cores for each us that a job of the front end takes from them: every thread as long."""
+    own = s.on_cpu * s.threads
+    others = min(s.job_tail - s.job_head + s.front_runs, FRONTS)
+    return float(own / (others * s.cores) if own >= s.cores else s.cores / (own * (own + others - s.cores)))
 
 
 @compiled
@@ -584,15 +613,16 @@ def begin(now: float, number: int, s: Row, requests: Table, payload: Row, instan
     instance.ends_cpu = s.executed + cpu_us
     s.on_cpu += 1
     if s.on_cpu == 1:  # it does not take the core from jobs that wait
-        s.resumed_at, s.burst_at = (np.inf if s.front_runs > 0 or s.job_head < s.job_tail else now), now
+        s.resumed_at = np.inf if s.front_runs > 0 or s.job_head < s.job_tail else now
     set_speed(s)
 
 
 @compiled
-def leave_cpu(s: Row, instance: Row) -> None:
+def leave_cpu(now: float, s: Row, instance: Row) -> None:
     instance.ends_cpu = np.inf
+    pay_back(now, s)
     s.on_cpu -= 1
-    s.gate_at = np.inf
+    s.gate_at, s.is_turn = np.inf, False
     set_speed(s)
 
 

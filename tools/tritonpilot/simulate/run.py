@@ -22,6 +22,7 @@ from tritonpilot.simulate.host import Host
 FloatArray = npt.NDArray[np.float64]
 #: What Triton answers to more rows than the model takes (INVALID_ARGUMENT, HTTP 400); a kind of Outcome.errors.
 TOO_LARGE = "too_large"
+EVENTS = 1_000_000  # between two looks at Ctrl-C: about half a second
 KINDS = (REJECTED, TIMED_OUT, TOO_LARGE)  # in the order of the kernel's codes
 
 
@@ -89,7 +90,7 @@ def simulate(
     servers = _server(batcher, costs, (host or Host()).of(costs.cores), seed)
     requests = _requests(batcher, traffic, streams, order)
     sizes = _sizes(batcher, costs)
-    end_us = kernel.serve(
+    tables = (
         arrival_us[order],
         servers,
         requests,
@@ -99,6 +100,8 @@ def simulate(
         sizes,
         np.empty(1 << (len(at_us) + batcher.instances + 1).bit_length(), np.int64),
     )
+    while not kernel.serve(*tables, EVENTS):
+        pass
     server, begun, codes = servers[0], requests["begun_us"], requests["code"]
     queue_us = (begun - arrival_us[order])[codes == kernel.ANSWERED]
     latency_us = np.empty(len(at_us))
@@ -106,7 +109,7 @@ def simulate(
     latency_us += wire_us / 2 - at_us
     code = np.empty(len(at_us), dtype=np.int64)
     code[order] = codes
-    length_us = max(end_us, traffic.seconds * 1e6)
+    length_us = max(server["now"], traffic.seconds * 1e6)
     return Simulated(
         outcome=summarise(traffic, streams, latency_us=latency_us, error=code, kinds=KINDS),
         batch_sizes={int(rows): int(sizes["executions"][rows]) for rows in np.flatnonzero(sizes["executions"])},
@@ -173,7 +176,6 @@ def _server(batcher: Batcher, costs: Costs, host: Host, seed: int) -> npt.NDArra
         **{name: getattr(costs, name) for name in ("host_us", "host_request_us", "is_on_cpu", "factor")},
         "slack_us": host.timer_slack_us,
         "slice_us": host.slice_us,
-        "burst_us": host.burst_us,
         "batcher_first": host.batcher_first,
         "idle": batcher.instances,
         "random": np.random.SeedSequence(seed).generate_state(1, np.uint64)[0],
