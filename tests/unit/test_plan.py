@@ -97,6 +97,21 @@ def test_cost_is_that_of_the_replicas() -> None:
     assert planned([10_000]).rows[0].cost_per_million is None
 
 
+def test_saturated_throughput_is_the_most_at_any_rate_also_where_more_load_lowers_it() -> None:
+    # On one core the front end takes more from executions the more requests come.
+    costs = Costs(
+        rows=(1, 64), execution_us=(800.0, 4000.0), request_us=5.0, front_us=50.0, reply_us=20.0, wire_us=100.0
+    )
+    found = plan(Batcher(queue_delay_us=500, max_batch_size=64), costs, wish(50.0), [100_000], requests=10_000)
+    assert found.saturated_per_s >= found.capacity_per_s > 1000
+    assert found.rows[0].naive_replicas <= found.rows[0].replicas
+
+
+def test_requests_larger_than_a_batch_have_no_plan() -> None:
+    with pytest.raises(SpecError, match="up to 9 rows, and the model's max_batch_size is 8"):
+        plan(BATCHED, FLAT, wish(5.0, rows=9), [100])
+
+
 def test_same_seed_same_plan() -> None:
     first, again = (planned([12_345.0], BATCHED, FLAT, seed=3).as_dict() for _ in range(2))
     assert first == again

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpilot.arrivals import Traffic, read_recording, traffic
+from tritonpilot.arrivals import Traffic, check_sizes, read_recording, traffic
 from tritonpilot.columns import Column, finite
 from tritonpilot.costs import Costs
 from tritonpilot.errors import SpecError
@@ -29,8 +29,10 @@ from tritonpilot.tune.wish import Wish
 REQUESTS = 200_000  # that a share is judged by: its P99 then has 2,000 above it
 EXACTNESS = 0.002  # of the highest rate that one replica serves within the SLO
 LONE_SHARE = 0.01  # of the time that a lone request takes: so rarely that none meets another
+OVERLOADS = (1.25, 1.5, 2.0)  # in times what a replica serves within the SLO, for the most that it answers
 RATE_MOST = 1e12
 HOUR_S = 3600.0
+PEAK_S = 60.0  # of a trace, whose busiest one is the burst
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Row:
     burst_p99_ms: float  # at the burst, with the spare ones down
     headroom: float  # how much more than the rate is served within the SLO by all replicas: 0.5 is half as much again
     burst_headroom: float  # how much more than the burst, with the spare ones down
-    naive_replicas: int  # the burst divided by what a saturated replica answers: too few, for comparison
+    naive_replicas: int  # the burst divided by what a saturated replica answers, for comparison: mostly too few
     cost_per_hour: float | None = None
     cost_per_million: float | None = None  # requests
 
@@ -151,15 +153,15 @@ def plan(
     """The smallest fleet for each rate, whose parts of classes and sizes are those of `wish`.
 
     `cost_per_hour` is a replica's, in any currency; every share is judged by `requests` requests. Raises SpecError for a rate or
-    cost that cannot be, and when one replica misses the promises even for a lone request, or one connection sends more than a
-    replica serves.
+    cost that cannot be, for requests larger than a batch, and when one replica misses the promises even for a lone request, or
+    one connection sends more than a replica serves.
     """
     fleet = fleet or Fleet()
     say = on_progress or (lambda _: None)
-    _check(rates_per_s, cost_per_hour)
+    check(batcher, wish, rates_per_s, cost_per_hour)
     replica = Replica(batcher, costs, wish, seed, requests)
     capacity = replica.capacity_per_s()
-    saturated = replica.serve(2 * capacity).outcome.throughput_per_s
+    saturated = replica.saturated_per_s(capacity)
     say(f"one replica serves up to {capacity:,.0f} requests/s within the SLO, and at most {saturated:,.0f} without one")
     rows = []
     for rate in rates_per_s:
@@ -175,6 +177,19 @@ def plan(
         simulations=replica.simulations,
         simulated_requests=replica.simulations * len(replica.arrivals),
     )
+
+
+def check(batcher: Batcher, wish: Wish, rates_per_s: Sequence[float], cost_per_hour: float | None = None) -> None:
+    """Raise SpecError for what cannot be planned for, before anything is measured or simulated."""
+    check_sizes(wish.streams, batcher.max_batch_size)
+    wrong = [rate for rate in rates_per_s if not 0 < rate < RATE_MOST]
+    if wrong or not rates_per_s:
+        what = f"{wrong[0]:g} requests/s cannot be planned for" if wrong else "There is no rate to plan for"
+        raise SpecError(f"{what}. Nothing was simulated. Give rates above 0 and below {RATE_MOST:g}.")
+    if cost_per_hour is not None and not 0 <= cost_per_hour < math.inf:
+        raise SpecError(
+            f"A replica cannot cost {cost_per_hour:g} an hour. Nothing was simulated. Give a number of 0 or more."
+        )
 
 
 @dataclass
@@ -227,6 +242,12 @@ class Replica:
             middle = math.sqrt(low * high)
             low, high = (middle, high) if self.keeps(middle) else (low, middle)
         return low
+
+    def saturated_per_s(self, capacity_per_s: float) -> float:
+        """The most that it answers, in time or not. Offering more can lower it: the front end takes cores from executions."""
+        for factor in OVERLOADS:
+            self.serve(factor * capacity_per_s)
+        return max(capacity_per_s, *(found.outcome.throughput_per_s for found in self._found.values()))
 
     def _lone_us(self) -> float:
         costs = self.costs
@@ -354,14 +375,3 @@ def _reason(replica: Replica, row: Row, fleet: Fleet, capacity: float, saturated
 
 def _replicas_in_words(count: int) -> str:
     return f"{count:,} replica{'s' * (count != 1)}"
-
-
-def _check(rates_per_s: Sequence[float], cost_per_hour: float | None) -> None:
-    wrong = [rate for rate in rates_per_s if not 0 < rate < RATE_MOST]
-    if wrong or not rates_per_s:
-        what = f"{wrong[0]:g} requests/s cannot be planned for" if wrong else "There is no rate to plan for"
-        raise SpecError(f"{what}. Nothing was simulated. Give rates above 0 and below {RATE_MOST:g}.")
-    if cost_per_hour is not None and not 0 <= cost_per_hour < math.inf:
-        raise SpecError(
-            f"A replica cannot cost {cost_per_hour:g} an hour. Nothing was simulated. Give a number of 0 or more."
-        )

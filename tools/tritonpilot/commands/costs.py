@@ -19,11 +19,12 @@ from tritonpilot.tune.wish import runs_on_cpu
 
 
 def measure(service: Service, models: Path, cpus: list[int] | None, save: Path | None) -> Costs:
-    """The costs of the service as its file sets it, from a few seconds of a real server."""
-    if save is not None and not os.access(save.resolve().parent, os.W_OK):
-        raise HostError(
-            f"{save.resolve().parent} cannot be written to, so the costs would be lost. Nothing was measured."
-        )
+    """The costs of the service as its file sets it, from a few seconds of a real server, written to `save`.
+
+    Raises HostError before anything is measured when that cannot be written.
+    """
+    if save is not None:
+        check_writable(save)
     setting = Setting.of(service)
     with Stage(service, models, cpus=cpus, on_progress=narrate) as stage:
         stage.apply(setting)
@@ -40,3 +41,21 @@ def measure(service: Service, models: Path, cpus: list[int] | None, save: Path |
         found.write(save)
         narrate(f"the costs are in {save}")
     return found
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file where it is not there. Raises HostError when the file cannot be written."""
+    folder = path.resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = (
+            "is a folder"
+            if path.is_dir()
+            else None
+            if os.access(folder, os.W_OK)
+            else "is in a folder without right to write"
+        )
+    except OSError as error:
+        reason = f"has no folder, and none can be made ({error.strerror})"
+    if reason is not None:
+        raise HostError(f"{path} {reason}, so the costs would be lost. Nothing was measured. Name another file.")

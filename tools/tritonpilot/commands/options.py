@@ -104,4 +104,6 @@ def weights(text: str, option: str) -> dict[str, float]:
             raise typer.BadParameter(f"{part!r} is not NAME:WEIGHT", param_hint=option) from None
         if not 0 < found[name.strip()] < math.inf:
             raise typer.BadParameter(f"the weight of {name} is not above 0", param_hint=option)
+    if not sum(found.values()) < math.inf:
+        raise typer.BadParameter("the sum of the weights is no finite number", param_hint=option)
     return found

@@ -13,7 +13,8 @@ from tritonpilot import setting as settings
 from tritonpilot.commands.costs import measure
 from tritonpilot.commands.options import MODELS, Json, Models, cpu_list, narrate, numbers, show, weights
 from tritonpilot.costs import Costs
-from tritonpilot.plan import COLUMNS, Fleet, burst_of, plan
+from tritonpilot.emulated import is_emulated, labelled, noted
+from tritonpilot.plan import COLUMNS, PEAK_S, Fleet, burst_of, check, plan
 from tritonpilot.setting import Setting
 from tritonpilot.simulate import Batcher
 from tritonpilot.tune.wish import Wish
@@ -47,7 +48,10 @@ def command(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Recorded arrivals (CSV), whose busiest --peak-seconds say the burst."),
     ] = None,
-    peak_seconds: Annotated[float, typer.Option(help="Length of the peak that counts in --trace.")] = 60.0,
+    peak_seconds: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help=f"Length of the peak that counts in --trace. Default: {PEAK_S:g}."),
+    ] = None,
     imbalance: Annotated[float, typer.Option(help="The busiest replica's share, in times the mean.")] = 1.0,
     rate_per_connection: Annotated[
         float,
@@ -71,16 +75,23 @@ def command(
     wanted = numbers(rates, "--rates", float) if rates else [wish.rate_per_s * factor for factor in (1, 10, 100, 1000)]
     if trace is not None and burst != 1:
         raise typer.BadParameter("give --burst or --trace, which says the burst, and not both", param_hint="--burst")
+    if trace is None and peak_seconds is not None:
+        raise typer.BadParameter("it is the length of the peak of a --trace", param_hint="--peak-seconds")
+    if costs is not None and (save_costs is not None or server_cpus):
+        raise typer.BadParameter("nothing is measured when --costs are given", param_hint="--save-costs, --server-cpus")
     fleet = Fleet(
-        burst=burst_of(trace, peak_seconds) if trace is not None else burst,
+        burst=burst_of(trace, PEAK_S if peak_seconds is None else peak_seconds) if trace is not None else burst,
         imbalance=imbalance,
         rate_per_connection=rate_per_connection,
         spare=spare,
     )
-    known = Costs.read(costs) if costs is not None else measure(chosen, models, cpu_list(server_cpus), save_costs)
     (made,) = [item for item in build.plan([chosen]) if item.service.service == chosen.service]
+    batcher = Batcher.of(model_config.parse(made.folder.config_text, chosen.service))
+    check(batcher, wish, wanted, cost_per_hour)
+    cpus = cpu_list(server_cpus, "--server-cpus")
+    known = Costs.read(costs) if costs is not None else measure(chosen, models, cpus, save_costs)
     found = plan(
-        Batcher.of(model_config.parse(made.folder.config_text, chosen.service)),
+        batcher,
         known,
         wish,
         wanted,
@@ -89,10 +100,11 @@ def command(
         seed=seed,
         on_progress=narrate,
     )
-    said = found.as_dict()
+    said = {**found.as_dict(), "reason": noted(chosen, found.reason)}
     if as_json:
-        print(json.dumps({"service": chosen.service, "setting": Setting.of(chosen).as_dict(), **said}, indent=2))
+        what = {"service": chosen.service, "is_emulated": is_emulated(chosen), "setting": Setting.of(chosen).as_dict()}
+        print(json.dumps({**what, **said}, indent=2))
         return
-    title = f"{chosen.service}, {Setting.of(chosen).describe()}, P99 within {found.slo_ms:g} ms"
+    title = f"{labelled(chosen)}, {Setting.of(chosen).describe()}, P99 within {found.slo_ms:g} ms"
     show(lambda width: [columns.table(COLUMNS, said["rows"], title=title, width=width)])
-    print(f"\n{found.reason}")
+    print(f"\n{said['reason']}")
