@@ -131,7 +131,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path: Path
         error = call("ctr", "--rate", 10, option, path).exception
         assert isinstance(error, HostError)
         assert "Nothing was sent" in str(error)
-    assert "no ordinary file" in str(call("ctr", "--rate", 10, option, "/dev/null").exception)
+    for path, words in (("/dev/null", "no ordinary file"), ("/proc/x", "nothing may be written into /proc")):
+        error = call("ctr", "--rate", 10, option, path).exception
+        assert isinstance(error, HostError)
+        assert words in str(error)
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,8 @@ def check_sizes(streams: Sequence[Stream], max_batch_size: int) -> None:
         largest = stream.rows if isinstance(stream.rows, int) else max(stream.rows)
         if largest > max_batch_size:
             raise SpecError(
-                f"Requests of {stream.name} have up to {largest:,} rows, and the model's max_batch_size is {max_batch_size}: "
-                "Triton refuses them. No load is made. Send fewer rows, or raise max_batch_size."
+                f"Requests of {stream.name} have up to {largest:,} rows, and the model's max_batch_size is "
+                f"{max_batch_size}: Triton refuses them. No load is made. Send fewer rows, or raise max_batch_size."
             )
 
 

@@ -191,13 +191,14 @@ def command(
             on_progress=narrate,
         )
         failure = _failure(outcome, target, server)
+    # First: a disk that is full by now must not take the figures along.
+    _tell(asked, model, chosen, outcome, facts, as_json)
     if histogram is not None:
         files.write_histograms(histogram, files.histograms(outcome))
         narrate(f"wrote {histogram}")
     if series is not None:
         files.write_series(series, outcome.series)
         narrate(f"wrote {series}")
-    _tell(asked, model, chosen, outcome, facts, as_json)
     if failure is not None:
         raise failure
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
@@ -28,9 +27,14 @@ def check_writable(path: Path) -> None:
         f"there is no folder {path.parent}": not path.parent.is_dir(),
         "it is a folder": path.is_dir(),
         "it is no ordinary file": path.exists() and not (path.is_dir() or path.is_file()),
-        f"nothing may be written into {path.parent}": not os.access(path.parent, os.W_OK),
     }
     reason = next((words for words, is_so in reasons.items() if is_so), "")
+    if not reason:
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            reason = f"nothing may be written into {path.parent} ({error.strerror})"
     if reason:
         raise HostError(
             f"{path} cannot be written: {reason}. Nothing was sent. Name a file in a folder that may be written."
