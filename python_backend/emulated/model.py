@@ -32,7 +32,9 @@ class Parameters:
     """What the backend emulated reads."""
 
     curve: str = parameter("curve.json", "file with the times, in the version folder")
-    seed: int = parameter(0, "of the spread; each instance draws its own times, the same after every load", minimum=0)
+    seed: int = parameter(
+        0, "of the spread; every instance draws the same times in the same order, after every load again", minimum=0
+    )
     input_size: int = parameter(1, "numbers in a row, so that requests may be as large as the real model's", minimum=1)
     output_size: int = parameter(1, "numbers in an answer's row", minimum=1)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 KNOWN = ("name", "source", "rows", "execution_us", "spread")
+MOST_ROWS = 2**31 - 1
 MOST_SPREAD = 2.0
 HOUR_US = 3.6e9
 
@@ -80,17 +81,20 @@ def read(path: Path) -> Curve:
     rows, times, spread = said["rows"], said["execution_us"], said.get("spread", 0.0)
     if not (isinstance(rows, list) and isinstance(times, list) and rows and len(rows) == len(times)):
         raise _error(path, '"rows" and "execution_us" are not two lists of as many numbers')
-    if not all(type(row) is int and row >= 1 for row in rows) or any(a >= b for a, b in itertools.pairwise(rows)):
-        raise _error(path, f'"rows" are not whole numbers that rise from 1 on: {rows}')
-    if not all(_is_number(time) and 0 < time <= HOUR_US for time in times):
+    if not all(type(row) is int and 1 <= row <= MOST_ROWS for row in rows) or any(
+        a >= b for a, b in itertools.pairwise(rows)
+    ):
+        raise _error(path, f'"rows" are not whole numbers that rise from 1 on (to {MOST_ROWS}): {rows}')
+    if not all(_is_within(time, HOUR_US) and time > 0 for time in times):
         raise _error(path, f'"execution_us" are not times above 0 and up to an hour: {times}')
-    if not (_is_number(spread) and 0 <= spread <= MOST_SPREAD):
+    if not _is_within(spread, MOST_SPREAD):
         raise _error(path, f'"spread" is {spread!r}, not a number from 0 to {MOST_SPREAD:g}')
     return Curve(str(said["name"]), str(said["source"]), tuple(rows), tuple(map(float, times)), float(spread))
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_within(value: Any, most: float) -> bool:
+    """Whether it is a number from 0 to `most`; whole numbers may be too large for a float."""
+    return type(value) in (int, float) and 0 <= value <= most
 
 
 def _error(path: Path, what: str) -> CurveError:

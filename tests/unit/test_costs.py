@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tritonpilot.costs import STEADY, Costs
+from tritonpilot.costs import SHARES, STEADY, Costs, mean_of
 from tritonpilot.errors import SpecError
 from tritonpilot.profile import TOGETHER, Burst, fit, shapes_of
 
@@ -43,6 +44,23 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"rows": [8, 1, 64]}, "rows do not rise"),
+        ({"rows": [1, 8, math.inf]}, "rows holds inf, not whole"),
+        ({"rows": [1, math.nan, 64]}, "rows holds nan, not whole"),
+        ({"rows": [1.5, 8, 64.25]}, "rows holds 1.5, 64.25, not whole"),
+        ({"rows": [True, 8, 64]}, "rows holds True, not whole"),
+        ({"rows": [1, 8, 10**400]}, "rows holds 1000"),
+        ({"rows": 8}, "rows is no list, but 8"),
+        ({"execution_us": [1000, 1e308, 1e308]}, r"execution_us holds 1e\+308, 1e\+308, not times"),
+        ({"execution_us": [1000, True, math.nan]}, "execution_us holds True, nan, not times"),
+        ({"front_us": 10**400}, "front_us holds 1000"),
+        ({"factor": [0.0] * 101}, "factor has the mean 0, not 1"),
+        ({"wire_factor": [5.0] * 101}, "wire_factor has the mean 5, not 1"),
+        ({"factor": [*[1.0] * 50, *[math.inf] * 51]}, "factor holds inf, inf, inf and 48 more, not numbers"),
+        ({"cores": 0.5}, "cores is 0.5"),
+        ({"cores": 1.5}, "cores is 1.5"),
+        ({"cores": 10**30}, "cores is 1000"),
+        ({"is_on_cpu": "false"}, "is_on_cpu is 'false', not true or false"),
+        ({"cores": 0, "front_us": -1}, "front_us holds -1, not times from 0 to an hour; cores is 0"),
         ({"rows": [1, 8]}, "rows has 2 values and execution_us 3"),
         ({"execution_us": [1000, -1, 7300]}, "execution_us holds -1"),
         ({"front_us": "60"}, "front_us holds '60'"),
@@ -60,6 +78,15 @@ def test_costs_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any
 
     with pytest.raises(SpecError, match=said):
         Costs.read(path)
+
+
+def test_a_mean_of_quantiles_is_that_of_what_is_drawn_between_them() -> None:
+    # Uniform from 0 to 2 and its last hundredth to 22: of the area, not of the points.
+    quantiles = np.append(np.linspace(0, 2, SHARES)[:-1], 22.0)
+    drawn = np.interp(np.random.default_rng(1).random(1_000_000) * (SHARES - 1), np.arange(SHARES), quantiles)
+
+    assert mean_of(quantiles) == pytest.approx(1.1)
+    assert drawn.mean() == pytest.approx(1.1, rel=0.005)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", None])

@@ -188,6 +188,13 @@ def test_under_overload_the_front_end_leaves_executions_their_share(levels: tupl
     assert found[40_000] > 0.6 * found[20_000]
 
 
+def test_a_simulation_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    load, costs = arriving(*range(40)), replace(FLAT, front_us=100.0)
+    whole = served(Batcher(500, 8, levels=LEVELS), load, costs)
+    monkeypatch.setattr(simulating, "EVENTS", 7)
+    assert served(Batcher(500, 8, levels=LEVELS), load, costs).as_dict() == whole.as_dict()
+
+
 def test_an_idle_server_costs_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulating, "EVENTS", 20)
     calls, serve = [], kernel.serve

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,10 @@ from tritonpilot.errors import SpecError
 FloatArray = npt.NDArray[np.float64]
 
 SHARES = 101  # quantiles of a spread: 0 %, 1 %, ..., 100 %
+MOST_ROWS, MOST_CORES = 2**31 - 1, 4096
+HOUR_US = 3.6e9
+MOST_FACTOR, MOST_OFF = 1000.0, 0.1  # of a quantile, and of the mean from 1
+NAMED, MOST_TEXT = 3, 40  # values and their characters in a message
 STEADY = (1.0,) * SHARES
 _CPU_TIMES = ("front_us", "front_row_us", "reply_us", "wire_us", "host_us", "host_request_us")
 
@@ -52,9 +55,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         """Raises SpecError: costs are read from files, too."""
-        for said in _wrong(self):
+        if wrong := _wrong(self):
             raise SpecError(
-                f"These costs cannot be: {said}. Nothing is simulated with them. Correct the file, or measure again."
+                f"These costs cannot be: {'; '.join(wrong)}. Nothing is simulated with them. Correct the file, or measure again."
             )
 
     def execution_mean_us(self, rows: float, requests: float = 1) -> float:
@@ -88,12 +91,7 @@ class Costs:
                 f"The file of costs {what}. Nothing is simulated with it. Known are {', '.join(sorted(known))}."
             )
         values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in said.items()}
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise SpecError(
-                f"The file of costs holds a value of the wrong type ({error}). Nothing is simulated with it. Measure again."
-            ) from error
+        return cls(**values)
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises SpecError when the folder cannot be written to."""
@@ -130,32 +128,60 @@ def execution_curve(costs: Costs, rows: FloatArray) -> FloatArray:
     return found
 
 
+def mean_of(quantiles: FloatArray) -> float:
+    """The mean of a distribution with these equidistant quantiles, linear between them, as the simulator draws from it."""
+    return float((quantiles[1:] + quantiles[:-1]).mean() / 2)
+
+
 def _wrong(costs: Costs) -> list[str]:
-    """What cannot be, as sentences without their end."""
-    found = []
-    if not costs.rows or len(costs.rows) != len(costs.execution_us):
-        found.append(f"rows has {len(costs.rows)} values and execution_us {len(costs.execution_us)}")
-    elif min(costs.rows) < 1 or any(a >= b for a, b in itertools.pairwise(costs.rows)):
-        found.append(f"rows do not rise from 1 on: {list(costs.rows)}")
+    """What cannot be, as sentences without their end: all of it."""
+    lists = {name: getattr(costs, name) for name in ("rows", "execution_us", "factor", "wire_factor")}
+    found = [
+        f"{name} is no list, but {_short(value)}" for name, value in lists.items() if type(value) not in (tuple, list)
+    ]
+    if found:
+        return found
+    rows, times = costs.rows, costs.execution_us
+    if not rows or len(rows) != len(times):
+        found.append(f"rows has {len(rows)} values and execution_us {len(times)}")
+    strange = [value for value in rows if type(value) is not int or not 1 <= value <= MOST_ROWS]
+    if strange:
+        found.append(f"rows holds {_named(strange)}, not whole numbers from 1 to {MOST_ROWS}")
+    elif any(a >= b for a, b in itertools.pairwise(rows)):
+        found.append(f"rows do not rise: {list(rows)}")
+    for name in ("execution_us", "request_us", *_CPU_TIMES):
+        value = getattr(costs, name)
+        strange = [time for time in (value if name in lists else (value,)) if not _is_within(time, HOUR_US)]
+        if strange:
+            found.append(f"{name} holds {_named(strange)}, not times from 0 to an hour")
     for name in ("factor", "wire_factor"):
-        values = getattr(costs, name)
+        values = lists[name]
+        strange = [value for value in values if not _is_within(value, MOST_FACTOR)]
         if len(values) != SHARES:
             found.append(f"{name} has {len(values)} quantiles, not {SHARES}")
+        elif strange:
+            found.append(f"{name} holds {_named(strange)}, not numbers from 0 to {MOST_FACTOR:g}")
         elif any(a > b for a, b in itertools.pairwise(values)):
             found.append(f"the quantiles of {name} do not rise")
-    numbers = {
-        field.name: getattr(costs, field.name)
-        if isinstance(getattr(costs, field.name), tuple)
-        else (getattr(costs, field.name),)
-        for field in fields(costs)
-        if field.name not in ("is_on_cpu", "rows")
-    }
-    found += [
-        f"{name} holds {value!r}"
-        for name, values in numbers.items()
-        for value in values
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0
-    ]
-    if isinstance(costs.cores, int) and costs.cores < 1:
-        found.append(f"cores is {costs.cores}")
+        elif abs(mean_of(np.array(values)) - 1) > MOST_OFF:
+            found.append(f"{name} has the mean {mean_of(np.array(values)):.3g}, not 1")
+    if type(costs.cores) is not int or not 1 <= costs.cores <= MOST_CORES:
+        found.append(f"cores is {_short(costs.cores)}, not a whole number from 1 to {MOST_CORES}")
+    if type(costs.is_on_cpu) is not bool:
+        found.append(f"is_on_cpu is {_short(costs.is_on_cpu)}, not true or false")
     return found
+
+
+def _is_within(value: object, most: float) -> bool:
+    """Whether it is a number from 0 to `most`; whole numbers may be too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _named(values: Sequence[object]) -> str:
+    more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
+    return ", ".join(_short(value) for value in values[:NAMED]) + more
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."

@@ -26,7 +26,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from tritonpilot import machine
 from tritonpilot.control import Control, ModelStatistics
-from tritonpilot.costs import SHARES, Costs, FloatArray
+from tritonpilot.costs import SHARES, Costs, FloatArray, mean_of
 from tritonpilot.errors import MeasurementError
 from tritonpilot.server import EmbeddedServer
 
@@ -329,8 +329,8 @@ def _factor(alone: Sequence[Burst]) -> tuple[float, ...]:
     known = [burst for burst in alone if burst.executing_us / burst.latency_us >= 0.9 * most]
     middle = np.median([np.quantile(burst.spread, shares) / burst.executing_us for burst in known], axis=0) + 1
     middle[-1] = 2 * middle[-2] - middle[-3]
-    middle = np.clip(middle, 0.0, MOST_FACTOR)
-    return tuple(float(value) for value in np.maximum.accumulate(middle / middle.mean()))
+    middle = np.maximum.accumulate(np.clip(middle, 0.0, MOST_FACTOR))
+    return tuple(float(value) for value in middle / mean_of(middle))
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:

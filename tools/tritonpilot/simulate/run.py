@@ -111,7 +111,7 @@ def simulate(
     code[order] = codes
     length_us = max(server["now"], traffic.seconds * 1e6)
     return Simulated(
-        outcome=summarise(traffic, streams, latency_us=latency_us, error=code, kinds=KINDS),
+        outcome=summarise(traffic, streams, latency_us=latency_us, error=code, kinds=KINDS, has_series=False),
         batch_sizes={int(rows): int(sizes["executions"][rows]) for rows in np.flatnonzero(sizes["executions"])},
         utilisation=float(server["busy_us"] / length_us / batcher.instances),
         cpu_cores=float(server["cpu_us"] / length_us),
