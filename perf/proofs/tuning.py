@@ -145,7 +145,7 @@ def _regret(bench: Bench, subject: Subject) -> Regret:
             seed = int(time.monotonic())
             return {each: _answered(bench, stage, each, tuned.wish, again_s, seed).goodput_per_s for each in turns}
 
-        kept = bench.rounds(1 if bench.quick else ROUNDS, one, check=stage.server.check_alive)
+        kept = bench.rounds(1 if bench.quick else ROUNDS, one, check=lambda: stage.server.check_alive())
     means = {each: median([found[each] for found in kept]) for each in turns}
     best_of_grid = max(best, key=lambda each: means[each])
     return Regret(
@@ -228,7 +228,7 @@ def _followed(bench: Bench, service: Service, rows: int) -> tuple[Tuned, Answere
             (answered,) = bench.rounds(
                 1,
                 lambda: _answered(bench, stage, tuned.setting, tuned.wish, seconds, seed=3),  # noqa: B023 -- called here
-                check=stage.server.check_alive,
+                check=lambda: stage.server.check_alive(),
             )
         found.append((tuned, answered))
     (one, short), (two, long) = found
