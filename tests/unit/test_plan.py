@@ -14,7 +14,7 @@ from tritonpilot.arrivals import Stream
 from tritonpilot.costs import Costs
 from tritonpilot.errors import SpecError
 from tritonpilot.plan import COLUMNS, Fleet, Plan, Replica, burst_of, fullest, plan
-from tritonpilot.simulate import Batcher
+from tritonpilot.simulate import Batcher, Level
 from tritonpilot.tune.wish import Wish
 
 # A device that takes 1 ms for a request, one at a time: an M/D/1 queue of 1000 requests/s.
@@ -105,6 +105,14 @@ def test_saturated_throughput_is_the_most_at_any_rate_also_where_more_load_lower
     found = plan(Batcher(queue_delay_us=500, max_batch_size=64), costs, wish(50.0), [100_000], requests=10_000)
     assert found.saturated_per_s >= found.capacity_per_s > 1000
     assert found.rows[0].naive_replicas <= found.rows[0].replicas
+
+
+def test_rate_of_a_few_requests_a_day_is_planned_for() -> None:
+    levels = (Level("high"), Level("low"))
+    (row,) = planned([1e-4], Batcher(queue_delay_us=0, max_batch_size=1, levels=levels)).rows
+    assert row.replicas == 1
+    assert row.utilisation == pytest.approx(1e-7, rel=0.05)
+    assert row.p99_ms == pytest.approx(1.0, rel=0.2)
 
 
 def test_requests_larger_than_a_batch_have_no_plan() -> None:

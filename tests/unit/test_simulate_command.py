@@ -16,6 +16,7 @@ from tritonpilot.commands import costs as measuring
 from tritonpilot.commands import plan, simulate
 from tritonpilot.costs import Costs
 from tritonpilot.errors import HostError, SpecError
+from tritonpilot.plan import plan as planned
 from tritonpilot.spec import Service, load_services
 
 SERVICE = """\
@@ -109,7 +110,7 @@ def test_options_that_would_mean_nothing_are_refused(folder: Path, argv: str) ->
 
 
 def test_figures_of_an_emulated_device_are_called_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "plan", functools.partial(plan.plan, requests=2000))
+    monkeypatch.setattr("tritonpilot.commands.plan.plan", functools.partial(planned, requests=2000))
     found = said(folder, "simulate", "device", "--rate", "500", "--seconds", "2")
     assert found["is_emulated"] is True
     text = run(folder, "simulate", "device", "--rate", "500", "--seconds", "2").stdout

@@ -131,11 +131,12 @@ def summarise(
     latency_us: FloatArray,
     error: npt.NDArray[np.integer[Any]],
     kinds: Sequence[str],
+    has_series: bool = True,
 ) -> Outcome:
     """The outcome of a load from what became of each request, in the order of `traffic`.
 
     `latency_us` FP64[n] from the scheduled time; `error` INT[n] is 0 for an answer, else 1 + the index into `kinds`
-    (its latency is then when the error came, or nan).
+    (its latency is then when the error came, or nan). The series takes time and memory for every second, also an idle one.
     """
     slo_us = np.array([stream.slo_ms for stream in streams])[traffic.stream] * 1e3
     is_good = error == 0
@@ -159,7 +160,8 @@ def summarise(
         )
 
     by_stream = {stream.name: part(traffic.stream == place, {}, ()) for place, stream in enumerate(streams)}
-    return part(np.ones(len(traffic), dtype=bool), by_stream, _series(traffic, latency_us, is_good, in_slo))
+    series = _series(traffic, latency_us, is_good, in_slo) if has_series else ()
+    return part(np.ones(len(traffic), dtype=bool), by_stream, series)
 
 
 def _series(
