@@ -124,7 +124,7 @@ class Plan:
 
 
 COLUMNS = (
-    Column("rate_per_s", "rate", "1/s", "{:,.0f}"),
+    Column("rate_per_s", "rate", "1/s", "{:,.10g}"),
     Column("replicas", "replicas", "", "{:,}"),
     Column("replica_per_s", "each", "1/s", "{:,.0f}"),
     Column("utilisation", "utilisation", "", "{:.0%}"),
@@ -166,7 +166,7 @@ def plan(
     rows = []
     for rate in rates_per_s:
         rows.append(_row(replica, rate, fleet, capacity, saturated, cost_per_hour))
-        say(f"{rate:,.0f} requests/s: {_replicas_in_words(rows[-1].replicas)}")
+        say(f"{rate:,.10g} requests/s: {_replicas_in_words(rows[-1].replicas)}")
     return Plan(
         rows=tuple(rows),
         capacity_per_s=capacity,
@@ -359,8 +359,9 @@ def _reason(replica: Replica, row: Row, fleet: Fleet, capacity: float, saturated
     at_rate = f", and {row.p99_ms:.3g} ms at the rate itself, where replicas are {row.utilisation:.0%} busy"
     words = [
         f"One replica keeps the promises up to {capacity:,.0f} requests/s; saturated it answers {saturated:,.0f}, too late.",
-        f"For {row.rate_per_s:,.0f} requests/s {_replicas_in_words(row.replicas)} are needed so that {whose} keeps them at "
-        f"{burst}{down}: P99 is then {row.burst_p99_ms:.3g} ms{at_rate if fleet.burst > 1 or fleet.spare else ''}.",
+        f"For {row.rate_per_s:,.10g} requests/s {_replicas_in_words(row.replicas)} {'is' if row.replicas == 1 else 'are'} needed "
+        f"so that {whose} keeps them at {burst}{down}: P99 is then {row.burst_p99_ms:.3g} ms"
+        f"{at_rate if fleet.burst > 1 or fleet.spare else ''}.",
     ]
     if row.naive_replicas < row.replicas:
         share = fleet.busiest_per_s(row.rate_per_s, row.naive_replicas) * fleet.burst

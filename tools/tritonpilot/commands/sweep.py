@@ -25,6 +25,7 @@ from tritonpilot.commands.options import (
     numbers,
     show,
 )
+from tritonpilot.emulated import labelled
 from tritonpilot.errors import HostError, MeasurementError
 from tritonpilot.grid import Effort, Grid, Row, Store, Trial, choose, keys, run
 from tritonpilot.grid import report as reports
@@ -162,12 +163,12 @@ def command(
     promised = chosen.slo.rate_per_s if chosen.slo is not None else None
     choice = choose(found, slo_ms=limit_ms, now=Setting.of(chosen), rate_per_s=promised)
     facts = {"command": f"tritonpilot sweep {service}", **conditions}
-    result = reports.Result(chosen.service, found, choice, limit_ms, facts)
+    result = reports.Result(labelled(chosen), found, choice, limit_ms, facts)
     written = reports.write(result, store)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2, allow_nan=False))
     else:
-        title = f"{chosen.service}, {len(found)} point{'s' * (len(found) != 1)}"
+        title = f"{labelled(chosen)}, {len(found)} point{'s' * (len(found) != 1)}"
         show(lambda width: [columns.table(COLUMNS, [row.cells() for row in found], title=title, width=width)])
         for row in found:
             if row.notes or row.failure:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tritonpilot import build, load, machine, model_config
 from tritonpilot.arrivals import traffic
 from tritonpilot.costs import Costs
+from tritonpilot.emulated import noted
 from tritonpilot.errors import MeasurementError, ServerError, SpecError
 from tritonpilot.model_config import Target
 from tritonpilot.outcome import REJECTED, TIMED_OUT, Outcome
@@ -222,7 +223,7 @@ def tune(
         now=now,
         wish=wish,
         setting=chosen.setting,
-        reason=reason,
+        reason=noted(service, reason),
         is_reached=is_reached,
         verified=tuple(seen),
         ranked=tuple(ranked),

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tritonpilot.arrivals import Stream, read_recording
+from tritonpilot.emulated import is_emulated
 from tritonpilot.errors import SpecError
 from tritonpilot.pipeline import parts, step_model
 from tritonpilot.setting import Precision, Setting, precisions
@@ -261,7 +262,7 @@ def passed_on(services: Sequence[Service], name: str) -> dict[str, int]:
 
 def runs_on_cpu(service: Service) -> bool:
     """Whether instances take the server's cores: model files without a GPU and Python backends do, emulated devices do not."""
-    return service.model is None or service.model.backend != "emulated"
+    return not is_emulated(service)
 
 
 def _promise_ms(service: Service, name: str, slo_ms: float | None) -> float:
