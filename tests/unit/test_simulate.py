@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tritonpilot import model_config
+from tritonpilot import build, model_config, spec
 from tritonpilot.arrivals import Stream, Traffic, traffic
 from tritonpilot.commands import simulate as command
 from tritonpilot.costs import Costs
@@ -311,8 +311,8 @@ def run(*argv: str, folder: Path) -> tuple[int, str, BaseException | None]:
     return done.exit_code, done.stdout, done.exception
 
 
-@pytest.mark.skipif(not (ROOT / "models/ctr/build/model.onnx").is_file(), reason="the ctr model is not prepared")
-def test_the_command_says_what_becomes_of_a_load(tmp_path: Path):
+def test_the_command_says_what_becomes_of_a_load(tmp_path: Path) -> None:
+    build.prepare(spec.load_services(ROOT / "models", ["ctr"]), "auto", print)
     argv = ("ctr", "--rate", "500", "--rate", "batch=100", "--seconds", "5")
     code, said, _ = run(*argv, "--json", folder=tmp_path)
     assert code == 0
