@@ -141,7 +141,6 @@ CLAIMS = {
 
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
-    "int8_image": "all labelled photos are named as by FP32, at 1.85 to 1.95 times its rows",
     "simulator_error": "18 %: 9 % on the emulated accelerator, but on `ctr` the real tail is longer than the simulated one",
     "tuner_regret": "its full run is to come",
     "tuner_follows_slo": "its full run is to come; the short one, on the emulated accelerator alone, has twice the goodput",
