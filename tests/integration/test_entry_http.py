@@ -45,7 +45,7 @@ dynamic_batching {
   priority_levels: 2
   default_priority_level: 1
   priority_queue_policy { key: 1 value { max_queue_size: 100 } }
-  priority_queue_policy { key: 2 value { max_queue_size: 1 } }
+  priority_queue_policy { key: 2 value { max_queue_size: 2 } }
 }
 parameters { key: "pilot_classes" value { string_value: "realtime:1,batch:2" } }
 """
@@ -912,11 +912,8 @@ def test_who_leaves_while_he_waits_reaches_triton_never(entry: Entry, raw: Raw) 
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back(entry: Entry) -> None:
-    requests = [
-        body_of(LONG_S, rows=4, priority=2),
-        body_of(-1.0, rows=4, priority=2),
-        body_of(-1.0, rows=4, priority=2),
-    ]
+    # One runs, one waits in Triton (both do for a moment), two in the entry.
+    requests = [body_of(LONG_S, rows=4, priority=2), *[body_of(-1.0, rows=4, priority=2)] * 3]
     callers = [Raw(entry.port) for _ in requests]
     for at, (caller, body) in enumerate(zip(callers, requests, strict=True)):
         caller.send(post(body, "classes"))
