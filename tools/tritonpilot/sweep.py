@@ -81,6 +81,21 @@ def measure(
             yield _calmest(load, grpc_url, attempts, deadline, len(loads) - place, cpus, say)
 
 
+def figures(reading: Reading) -> dict[str, float]:
+    """The fields of a Point that perf_analyzer itself measures."""
+    return {
+        "throughput_infer_s": reading.throughput_infer_s,
+        "avg_ms": reading.avg_us / 1e3,
+        "p50_ms": reading.p50_us / 1e3,
+        "p90_ms": reading.p90_us / 1e3,
+        "p95_ms": reading.p95_us / 1e3,
+        "p99_ms": reading.p99_us / 1e3,
+        "network_ms": reading.network_us / 1e3,
+        "client_ms": reading.client_us / 1e3,
+        "client_cores": reading.client_cpu_s / reading.wall_s if reading.wall_s else float("nan"),
+    }
+
+
 def _calmest(
     load: Load,
     grpc_url: str,
@@ -118,18 +133,10 @@ def _point(load: Load, reading: Reading, delta: metrics.Statistics) -> Point:
         batch=load.batch,
         concurrency=load.concurrency,
         rate_per_s=load.request_rate_per_s,
-        throughput_infer_s=reading.throughput_infer_s,
-        avg_ms=reading.avg_us / 1e3,
-        p50_ms=reading.p50_us / 1e3,
-        p90_ms=reading.p90_us / 1e3,
-        p95_ms=reading.p95_us / 1e3,
-        p99_ms=reading.p99_us / 1e3,
         mean_batch=delta.mean_batch,
         queue_ms=delta.queue_us / 1e3,
         compute_ms=delta.compute_us / 1e3,
-        network_ms=reading.network_us / 1e3,
-        client_ms=reading.client_us / 1e3,
-        client_cores=reading.client_cpu_s / reading.wall_s if reading.wall_s else float("nan"),
         spread_pct=reading.spread_pct,
         is_stable=reading.is_stable,
+        **figures(reading),
     )

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tritonpilot import machine, metrics, perf_analyzer
+from tritonpilot import machine, metrics, perf_analyzer, sweep
 from tritonpilot.arrivals import FloatArray, Stream, traffic
 from tritonpilot.control import ModelStatistics
 from tritonpilot.errors import HostError, MeasurementError
@@ -223,20 +223,8 @@ def _by_perf_analyzer(stage: Stage, trial: Trial, effort: Effort) -> Seen:
         )
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_WINDOWS * effort.window_ms / 1e3)
         reading = perf_analyzer.run(load, cpus=effort.cpus or None, timeout_s=timeout_s)
-    figures = {
-        "protocol": effort.protocol,
-        "throughput_infer_s": reading.throughput_infer_s,
-        "avg_ms": reading.avg_us / 1e3,
-        "p50_ms": reading.p50_us / 1e3,
-        "p90_ms": reading.p90_us / 1e3,
-        "p95_ms": reading.p95_us / 1e3,
-        "p99_ms": reading.p99_us / 1e3,
-        "network_ms": reading.network_us / 1e3,
-        "client_ms": reading.client_us / 1e3,
-        "client_cores": reading.client_cpu_s / reading.wall_s if reading.wall_s else math.nan,
-    }
     return Seen(
-        figures,
+        {"protocol": effort.protocol, **sweep.figures(reading)},
         np.array([window.throughput_infer_s for window in reading.windows]),
         np.array([window.latency_us / 1e3 for window in reading.windows]),
     )
