@@ -23,7 +23,7 @@ import numpy as np
 from perf import emulated, machine
 from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome, median, spread
 from perf.subjects import services
-from tritonpilot import build, load, metrics, model_config
+from tritonpilot import load, metrics
 from tritonpilot import machine as tools_machine
 from tritonpilot.arrivals import Stream, Traffic, traffic
 from tritonpilot.control import Control, ModelStatistics
@@ -34,6 +34,7 @@ from tritonpilot.setting import Setting
 from tritonpilot.simulate import Batcher, simulate
 from tritonpilot.spec import Service
 from tritonpilot.stage import Stage
+from tritonpilot.tune.run import batcher_of
 
 SETTINGS, LOADS = 4, 2  # of each subject
 ROUNDS, SECONDS = 3, 4.0  # of each load; the median of the rounds counts, so that one pause of the host does not decide
@@ -161,7 +162,7 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
         if known is None or subject.is_on_cpu:  # the speed of a shared core changes from minute to minute
             known = _profile(bench, subject, stage)
         stage.apply(setting)
-        batcher, profiled = Batcher.of(_config(setting.applied(subject.service))), known
+        batcher, profiled = batcher_of(setting.applied(subject.service)), known
         for _ in range(loads):
             wanted, seed = float(random.uniform(LOAD_LEAST, LOAD_MOST)), int(random.integers(1 << 30))
             with machine.pinned(bench.cores.client):
@@ -301,11 +302,6 @@ def _awake(core: int) -> Iterator[None]:
 def _statistics(stage: Stage) -> ModelStatistics:
     with Control(stage.endpoints.grpc) as control:
         return control.statistics(stage.model)[-1]
-
-
-def _config(service: Service) -> model_config.ModelConfig:
-    (plan,) = build.plan([service], "auto")
-    return model_config.parse(plan.folder.config_text, service.service)
 
 
 def _shown(trial: Trial) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from tritonpilot import build, columns, model_config, spec
+from tritonpilot import columns, spec
 from tritonpilot import setting as settings
 from tritonpilot.commands.costs import measure
 from tritonpilot.commands.options import MODELS, Json, Models, cpu_list, narrate, numbers, show, weights
@@ -16,7 +16,7 @@ from tritonpilot.costs import Costs
 from tritonpilot.emulated import is_emulated, labelled, noted
 from tritonpilot.plan import COLUMNS, PEAK_S, Fleet, burst_of, check, plan
 from tritonpilot.setting import Setting
-from tritonpilot.simulate import Batcher
+from tritonpilot.tune.run import batcher_of
 from tritonpilot.tune.wish import Wish
 
 EPILOG = "Example: tritonpilot plan ctr --rates 1000,10000,1e6 --burst 1.5 --cost-per-hour 0.4"
@@ -85,8 +85,7 @@ def command(
         rate_per_connection=rate_per_connection,
         spare=spare,
     )
-    (made,) = [item for item in build.plan([chosen]) if item.service.service == chosen.service]
-    batcher = Batcher.of(model_config.parse(made.folder.config_text, chosen.service))
+    batcher = batcher_of(chosen)
     check(batcher, wish, wanted, cost_per_hour)
     cpus = cpu_list(server_cpus, "--server-cpus")
     known = Costs.read(costs) if costs is not None else measure(chosen, models, cpus, save_costs)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Optional
 import typer
 from rich.table import Table
 
-from tritonpilot import build, columns, model_config, spec
+from tritonpilot import columns, spec
 from tritonpilot import setting as settings
 from tritonpilot.arrivals import ALL, Stream, check_sizes, traffic
 from tritonpilot.columns import Column
@@ -23,8 +23,9 @@ from tritonpilot.costs import Costs
 from tritonpilot.emulated import is_emulated, labelled, noted
 from tritonpilot.errors import SpecError
 from tritonpilot.load import scenario
-from tritonpilot.simulate import Batcher, Simulated, simulate
+from tritonpilot.simulate import Simulated, simulate
 from tritonpilot.spec import Service
+from tritonpilot.tune.run import batcher_of
 
 EPILOG = "Example: tritonpilot simulate ctr --rate 900 --rate batch=100 --costs costs.json"
 MOST_REQUESTS = 20_000_000  # of a replica: their tables take about 200 bytes each
@@ -107,8 +108,7 @@ def command(
             seconds or SECONDS,
         )
     seed = seed or 0
-    (made,) = [item for item in build.plan([service]) if item.service.service == service.service]
-    batcher = Batcher.of(model_config.parse(made.folder.config_text, service.service))
+    batcher = batcher_of(service)
     check_sizes(streams, batcher.max_batch_size)
     load = traffic(streams, length_s, seed, replicas=replicas, most=MOST_REQUESTS)
     if not len(load):

@@ -43,10 +43,6 @@ class Estimate:
         """Half of the interval in percent of the mean."""
         return 100 * self.half_width / self.mean if self.mean else math.inf
 
-    def overlaps(self, other: Estimate) -> bool:
-        """Whether the two intervals meet, so that one mean cannot be called larger than the other."""
-        return self.low <= other.high and other.low <= self.high
-
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of independent measurements of one thing, and how well it is known. Raises ValueError without values."""

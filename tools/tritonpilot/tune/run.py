@@ -187,7 +187,7 @@ def tune(
         smaller = _in_time(_within_memory(service, smaller, wish.memory_mb, memory), known, wish)
         settings = _in_time(settings, known, wish) or _with_least_batch(settings)
         with clock("simulating"):
-            judge = Judge(_batcher(service, target), known, wish, seed)
+            judge = Judge(batcher_of(service, target), known, wish, seed)
             wish, judge = _with_rate(judge, settings, most_per_s, say)
             ranked = search(judge, settings, say)
             best = [with_limits(judge, each) for each in differing(ranked, max(1, verified))]
@@ -237,7 +237,7 @@ def tune(
     )
 
 
-def _batcher(service: Service, target: Target) -> Batcher:
+def batcher_of(service: Service, target: Target = "auto") -> Batcher:
     """The batcher of the model as the service file has it."""
     (plan,) = [plan for plan in build.plan([service], target) if plan.service.service == service.service]
     return Batcher.of(model_config.parse(plan.folder.config_text, service.service))
