@@ -36,7 +36,7 @@ ROUNDS = 3
 MOST_TIME = 0.10  # of the grid's measuring time, that the tuner may take
 GOOD, LEAST_WORSE = 0.97, 0.25  # at a rate that a quarter of the grid does not stand, settings are told apart
 MOST_PER_S = 4000.0  # the sender has one core
-CTR_ROWS = 8  # of a request: with fewer the sender would be the limit
+CTR_ROWS = 16  # of a request: with fewer the sender would be the limit
 #: No caller is there who sends larger requests: every batch size may be chosen, as in the grids.
 ONE_KIND = Space(threads=(1,), precisions=("fp32",), max_batch_sizes=tuple(2**k for k in range(9)))
 
@@ -115,7 +115,7 @@ def _subjects(bench: Bench, folder: Path) -> list[Subject]:
             Subject(device, 50, (0, 20_000), (4, 128), (1,)),
         ]
     return [
-        Subject(part("ctr"), 50, (0, 500, 2000, 8000, 20_000), (8, 32, 128, 256), (1, 2), CTR_ROWS),
+        Subject(part("ctr"), 50, (0, 500, 2000, 8000, 20_000), (16, 32, 128, 256), (1, 2), CTR_ROWS),
         Subject(part("image_net"), 300, (0, 2000, 8000, 20_000, 80_000), (1, 4, 8, 16), (1, 2)),
         Subject(part("text_net"), 300, (0, 2000, 8000, 20_000, 80_000), (1, 4, 8, 16), (1, 2)),
         Subject(device, 50, (0, 500, 1000, 2000, 4000, 8000, 16_000, 30_000), (4, 8, 16, 32, 64), (1,)),
