@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from tritonpilot.errors import ServerError
-from tritonpilot.model_config import TRACE_RATE
+from tritonpilot.model_config import TRACE_RATE, ModelConfig
 from tritonpilot.tritonserver import CONTROL_HEADER
 
 Inputs = Mapping[str, npt.NDArray[np.generic]]
@@ -191,8 +191,7 @@ class Control:
         `inputs`.
         """
         deadline = time.monotonic() + timeout_s
-        asked = service_pb2.ModelConfigRequest(name=name, version=version)
-        config = self._call("ModelConfig", asked, f"give the config of {name!r}", timeout_s).config
+        config = self.config(name, version, timeout_s=timeout_s)
         optional = {tensor.name for tensor in config.input if tensor.optional}
         request = self._probe_request(name, version, inputs, optional, timeout_s)
         if config.HasField("sequence_batching"):
@@ -230,13 +229,17 @@ class Control:
         answer = self._call("ModelStatistics", request, "give statistics", timeout_s)
         return [_statistics(model) for model in answer.model_stats]
 
+    def config(self, name: str, version: str = "", *, timeout_s: float = 10) -> ModelConfig:
+        """The model's configuration as Triton completed it. Needs no key. Raises ServerError when the model is not loaded."""
+        asked = service_pb2.ModelConfigRequest(name=name, version=version)
+        return self._call("ModelConfig", asked, f"give the config of {name!r}", timeout_s).config
+
     def set_trace_rate(self, name: str, *, timeout_s: float = 10) -> int:
         """Let Triton trace one of so many requests to `name` as its config says, and return that number; 0: it says nothing.
 
         Triton forgets it when it ends, not when the model is loaded again. Raises ServerError.
         """
-        asked = service_pb2.ModelConfigRequest(name=name)
-        config = self._call("ModelConfig", asked, f"give the config of {name!r}", timeout_s).config
+        config = self.config(name, timeout_s=timeout_s)
         if TRACE_RATE not in config.parameters:
             return 0
         rate = int(config.parameters[TRACE_RATE].string_value)
