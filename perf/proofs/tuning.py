@@ -16,8 +16,9 @@ from pathlib import Path
 
 from perf import emulated
 from perf.frame import PROJECT, Bench, Outcome, median, spread
+from perf.offer import Offered, offer
 from perf.subjects import part, services
-from tritonpilot import build, load
+from tritonpilot import build
 from tritonpilot.arrivals import traffic
 from tritonpilot.errors import MeasurementError
 from tritonpilot.outcome import Outcome as Answered
@@ -136,14 +137,15 @@ def _regret(bench: Bench, subject: Subject) -> Regret:
     with ExitStack() as stack:
         stage = stack.enter_context(_stage(bench, subject.service))
         began = time.monotonic()
-        points = {each: _answered(bench, stage, each, tuned.wish, grid_s, seed=2) for each in subject.grid()}
+        points = {each: _offered(bench, stage, each, tuned.wish, grid_s, seed=2).answers for each in subject.grid()}
         grid_took_s = time.monotonic() - began
         best = sorted(points, key=lambda each: -points[each].goodput_per_s)[:AGAIN]
         turns = list(dict.fromkeys([tuned.setting, *best]))
 
         def one() -> dict[Setting, float]:
             seed = int(time.monotonic())
-            return {each: _answered(bench, stage, each, tuned.wish, again_s, seed).goodput_per_s for each in turns}
+            sent = {each: _offered(bench, stage, each, tuned.wish, again_s, seed) for each in turns}
+            return {each: found.undisturbed(may_be_behind=True).goodput_per_s for each, found in sent.items()}
 
         kept = bench.rounds(1 if bench.quick else ROUNDS, one, check=lambda: stage.server.check_alive())
     means = {each: median([found[each] for found in kept]) for each in turns}
@@ -225,11 +227,13 @@ def _followed(bench: Bench, service: Service, rows: int) -> tuple[Tuned, Answere
         bench.say(tuned.reason)
         seconds = max(2.0 if bench.quick else FOLLOW_S, LEAST_REQUESTS / tuned.wish.rate_per_s)
         with _stage(bench, service) as stage:
-            (answered,) = bench.rounds(
-                1,
-                lambda: _answered(bench, stage, tuned.setting, tuned.wish, seconds, seed=3),  # noqa: B023 -- called here
-                check=lambda: stage.server.check_alive(),
-            )
+
+            def sent() -> Answered:
+                return _offered(bench, stage, tuned.setting, tuned.wish, seconds, seed=3).undisturbed(  # noqa: B023 -- called here
+                    may_be_behind=True
+                )
+
+            (answered,) = bench.rounds(1, sent, check=lambda: stage.server.check_alive())
         found.append((tuned, answered))
     (one, short), (two, long) = found
     return one, short, two, long
@@ -258,17 +262,11 @@ def _stage(bench: Bench, service: Service) -> Stage:
     return Stage(service, PROJECT / "models", cpus=[bench.cores.server], on_progress=bench.say)
 
 
-def _answered(bench: Bench, stage: Stage, setting: Setting, wish: Wish, seconds: float, seed: int) -> Answered:
+def _offered(bench: Bench, stage: Stage, setting: Setting, wish: Wish, seconds: float, seed: int) -> Offered:
     """What the real server makes of the wish's traffic with this setting."""
     stage.apply(setting)
-    outcome, sender = load.run(
-        load.Target(stage.endpoints.http, "http"),
-        stage.model,
-        stage.samples,
-        traffic(wish.streams, seconds, seed),
-        wish.streams,
-        cpus=[bench.cores.client],
-    )
-    note = f"; the sender: {sender.reason}" if sender.is_limit else ""
-    bench.say(f"{setting.describe()}: {outcome.goodput_per_s:.0f}/s in time, P99 {outcome.p_ms(0.99):.1f} ms{note}")
-    return outcome
+    found = offer(stage, traffic(wish.streams, seconds, seed), wish.streams, cpus=[bench.cores.client])
+    note = f"; the sender: {found.sender.reason}" if found.sender.is_limit else ""
+    answers = found.answers
+    bench.say(f"{setting.describe()}: {answers.goodput_per_s:.0f}/s in time, P99 {answers.p_ms(0.99):.1f} ms{note}")
+    return found
