@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Action = Literal["keep", "change", "revert", "adopt"]
-#: How a target is reached: instances only (in place); a delay at run time; a reload. "" where nothing is done.
+#: How a target is reached: only instances change (in place); the delay changes at run time, instances perhaps too; a delay or
+#: limits change by a reload, instances with it. "" where nothing is done.
 Way = Literal["", "instances", "live", "reload"]
 
 
@@ -58,6 +60,7 @@ class Observation:
     utilisation: float | None  # busy time of instances / (instances x seconds)
     arrivals_by_class: Mapping[str, float] = field(default_factory=dict)
     max_batch_size: int = 0  # 0: not known
+    delay_is_live: bool = False  # the queue delay can be changed at run time; else a reload changes it
     restarted: bool = False  # the server came back since the interval before, with the settings of its files
     problem: str = ""  # why nothing may be concluded
 
@@ -79,6 +82,7 @@ class Prediction:
     utilisation: float
     goodput_share: float  # answered within the SLO, of all requests
     mean_batch: float
+    capacity_per_s: float = math.inf  # requests that the settings could answer at most
 
 
 class Model(Protocol):
