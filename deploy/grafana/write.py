@@ -281,6 +281,11 @@ ANSWERED = f'{OF_TENANT},status="ok"'
 TURNED_AWAY = f'{OF_TENANT},status=~"refused_.*"'
 GIVEN_UP = f'{OF_TENANT},status!~"ok|refused_.*"'
 OF_CLASSES = f"sum by (model, class) ({rate('processed_requests_total', OF_CLASS)})"
+# The entry has all statuses of a tenant at 0 from its first request on.
+NOT_SEEN = {
+    "matcher": {"id": "byValue", "options": {"reducer": "allIsZero", "op": "gte", "value": 0}},
+    "properties": [{"id": "custom.hideFrom", "value": {"legend": True, "tooltip": True, "viz": False}}],
+}
 DASHED = {
     "matcher": {"id": "byRegexp", "options": "/^SLO /"},
     "properties": [
@@ -333,10 +338,11 @@ OVERVIEW = dashboard(
     row("Traffic at the entry"),
     lines("Requests by class", "Whatever became of them.", (OF_CLASSES, "{{model}} {{class}}"), unit="reqps", is_stacked=True),
     lines("Requests by outcome", "docs/metrics.md explains each status.",
-          (f"sum by (status) ({rate('processed_requests_total', OF_CLASS)})", "{{status}}"), unit="reqps", is_stacked=True),
+          (f"sum by (status) ({rate('processed_requests_total', OF_CLASS)})", "{{status}}"), unit="reqps", is_stacked=True,
+          overrides=[NOT_SEEN]),
     lines("Rejections", "Refused at once by the entry, or by Triton's queue: docs/operations.md#rejections.",
           (f"sum by (model, class, status) ({rate('processed_requests_total', REFUSED)})", "{{model}} {{class}} {{status}}"),
-          unit="reqps"),
+          unit="reqps", overrides=[NOT_SEEN]),
     lines("Denied", "Before they had a class: unknown key (401), not their model (403), bad request (400), unknown model (404).",
           (f"sum by (http_status) ({rate('denied_requests_total')})", "{{http_status}}"), unit="reqps"),
     row("Queues and batches"),
@@ -449,10 +455,10 @@ TENANTS = dashboard(
     row("Who is refused"),
     lines("Refused", "refused_rate, refused_concurrency: the tenant's own limits; refused_queue_full, refused_wait: a full model.",
           (f"sum by (tenant, status) ({rate('processed_requests_total', TURNED_AWAY)})",
-           "{{tenant}} {{status}}"), unit="reqps"),
+           "{{tenant}} {{status}}"), unit="reqps", overrides=[NOT_SEEN]),
     lines("Accepted, but not answered", "The model failed, Triton was away or refused, the deadline passed, or the caller went.",
           (f"sum by (tenant, status) ({rate('processed_requests_total', GIVEN_UP)})",
-           "{{tenant}} {{status}}"), unit="reqps"),
+           "{{tenant}} {{status}}"), unit="reqps", overrides=[NOT_SEEN]),
     lines("Denied", "Before the class was known: no or unknown key (401), not the tenant's model (403).",
           (f"sum by (http_status) ({rate('denied_requests_total')})", "{{http_status}}"), unit="reqps"),
     stat("Tenants file", "wrong: the file on disk cannot be used, the one read before is in force, and the entry's log says why.",
@@ -460,7 +466,7 @@ TENANTS = dashboard(
          thresholds=RED_FROM_1, noValue="no tenants file"),
     row("In numbers"),
     table("Outcomes in the time shown", "docs/metrics.md explains each status.", "sum by (tenant, model, class, status) "
-          f"(increase(processed_requests_total{{{OF_TENANT}}}[$__range]))", "requests", (COLUMNS, 10), decimals=0),
+          f"(increase(processed_requests_total{{{OF_TENANT}}}[$__range])) > 0", "requests", (COLUMNS, 10), decimals=0),
 )  # fmt: skip
 
 DASHBOARDS = {"overview": OVERVIEW, "batching": BATCHING, "instances": INSTANCES, "tenants": TENANTS}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import generate_latest
 
-from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
+from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, STATUSES, EntryMetrics
 from tritonpilot.entry.terms import ClassTerms, ModelTerms
 from tritonpilot.entry.ticket import DoneStatus, Refusal, Ticket
 from tritonpilot.metrics import parse, value
@@ -30,6 +30,16 @@ def told(metrics: EntryMetrics, name: str, **labels: str) -> float:
     said = parse(generate_latest(metrics.registry).decode())
     assert any(each.name == name and labels.items() <= dict(each.labels).items() for each in said), (name, labels)
     return value(said, name, **labels)
+
+
+def counted(metrics: EntryMetrics) -> dict[tuple[str, str], float]:
+    """Requests by class and status."""
+    said = parse(generate_latest(metrics.registry).decode())
+    return {
+        (each.labels["class"], each.labels["status"]): each.value
+        for each in said
+        if each.name == "processed_requests_total"
+    }
 
 
 def edges(metrics: EntryMetrics, class_name: str, name: str = "inference_latency_seconds") -> list[str]:
@@ -88,6 +98,24 @@ def test_refused_requests_count_by_their_reason_and_have_no_latency() -> None:
     metrics.refused(ticket(class_name="nobody"), Refusal("unknown_class", "unknown"))
     assert told(metrics, "processed_requests_total", status="refused_queue_full") == 1
     assert edges(metrics, "realtime") == []
+
+
+def test_a_tenants_first_outcome_starts_all_its_statuses_at_0() -> None:
+    metrics = EntryMetrics()
+    done(metrics, 0.05)
+    assert counted(metrics) == {("realtime", status): float(status == "ok") for status in STATUSES}
+    assert {"error", "refused_queue_full", "refused_wait", "refused_rate"} < set(STATUSES)
+
+    metrics.refused(ticket(class_name="batch"), Refusal("wait", "full"))
+    metrics.refused(ticket(class_name="batch"), Refusal("wait", "full"))
+    of_batch = {status: n for (class_name, status), n in counted(metrics).items() if class_name == "batch"}
+    assert of_batch == {status: 2.0 * (status == "refused_wait") for status in STATUSES}
+
+
+def test_a_class_that_the_model_does_not_have_gets_no_other_status() -> None:
+    metrics = EntryMetrics()
+    metrics.refused(ticket(class_name="nobody"), Refusal("unknown_class", "unknown"))
+    assert counted(metrics) == {("nobody", "refused_unknown_class"): 1}
 
 
 def test_another_slo_starts_the_models_histograms_anew_and_its_counters_go_on() -> None:

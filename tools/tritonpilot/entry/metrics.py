@@ -10,12 +10,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from tritonpilot.entry.gate import DoneStatus, Gate, Refusal, Ticket
+from tritonpilot.entry.gate import DoneStatus, Gate, Kind, Refusal, Ticket
 from tritonpilot.entry.tenants import KeyFile
 from tritonpilot.entry.terms import ClassTerms, ModelTerms
 
@@ -24,6 +24,9 @@ LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15),
     *(0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
+
+#: What a request of a class that the model has may come to.
+STATUSES = (*get_args(DoneStatus), *(f"refused_{kind}" for kind in get_args(Kind) if kind != "unknown_class"))
 
 Key = tuple[str, str, str, str]
 
@@ -93,8 +96,15 @@ class EntryMetrics:
         key = (tenant, ticket.model.name, ticket.class_name, status)
         counter = self._counters.get(key)
         if counter is None:
-            counter = self._counters[key] = self._processed.labels(*key)
+            counter = self._born(key)
         counter.inc()
+
+    def _born(self, key: Key) -> Any:
+        """The counter, and with it those of all statuses, at 0: one that is born at its first refusal has no rate then."""
+        tenant, model, class_name, status = key
+        for each in STATUSES if status in STATUSES else (status,):
+            self._counters[tenant, model, class_name, each] = self._processed.labels(tenant, model, class_name, each)
+        return self._counters[key]
 
 
 class _Histogram:
