@@ -4,11 +4,11 @@
     found = simulate(batcher, costs, traffic(streams, seconds=60, seed=1), streams)
     found.outcome.p_ms(0.99), found.outcome.goodput_per_s, found.batch_sizes
 
-`batcher` holds the rules' settings, `kernel` the rules, `run` puts traffic in and reads the outcome.
+`batcher` holds the rules' settings, `kernel` the rules, `tables` what they work on; `run` puts traffic in and reads the outcome.
 """
 
 from tritonpilot.simulate.batcher import Batcher, Level
 from tritonpilot.simulate.host import Host
-from tritonpilot.simulate.run import Simulated, simulate
+from tritonpilot.simulate.run import Run, Simulated, Window, simulate
 
-__all__ = ["Batcher", "Host", "Level", "Simulated", "simulate"]
+__all__ = ["Batcher", "Host", "Level", "Run", "Simulated", "Window", "simulate"]

@@ -1,6 +1,6 @@
 """What does Triton's dynamic batcher do next? Its rules, event by event, compiled.
 
-    while not serve(arrival_us, servers, requests, payloads, instances, queues, sizes, jobs, events=1 << 20):    # tables of run.py
+    while not serve(arrival_us, servers, requests, payloads, instances, queues, sizes, jobs, 1 << 20, np.inf):    # tables of run.py
         pass
 
 The rules are those of Triton core r24.10; functions say what they follow: `dynamic_batch_scheduler.cc` (BatcherThread,
@@ -40,13 +40,15 @@ QUANTILES = 101
 EMPTY, SLOT, DELAY = 0, 1, 2
 # States of a payload; its queued states are one here, and an executing one takes no more requests.
 NEW, SCHEDULED, EXECUTING = 0, 1, 2
+# Instead of the payload of an instance: it idles, or is no more.
+FREE, GONE = -1, -2
 # Jobs of the front end are numbers: a request, its reply, a wake.
 IN, OUT, WAKE = 0, 1, 2
 
 INTEGERS = (
     "instances max_batch threads cores most_running most_preferred "  # what is given
     "queued_rows queued next_preferred mode current ring_head ring_tail idle pending pending_rows ordered "
-    "job_head job_tail on_cpu front_runs executions wakes following"
+    "job_head job_tail on_cpu front_runs executions wakes following starts leaving"
 )
 REALS = (
     "delay_us request_us front_us front_row_us reply_us host_us host_request_us slack_us slice_us batcher_first "
@@ -75,7 +77,8 @@ REQUEST = np.dtype(
 PAYLOAD = np.dtype(
     [("head", "i4"), ("tail", "i4"), ("rows", "i4"), ("state", "i1"), ("is_done", "?"), ("oldest_us", "f8")], align=True
 )
-#: `ends_cpu` is on the clock `executed`, `ends_us` that of its device; inf: it is not there.
+#: `ends_cpu` is on the clock `executed`, `ends_us` that of its device; inf: it is not there. One that starts is one that executes
+#: an empty payload until it is up (`starts` counts them); of those that execute, the next `leaving` to end are no more then.
 INSTANCE = np.dtype(
     [("payload", "i4"), ("wake_stage", "i1"), ("wake_hurried", "i1")]
     + [(name, "f8") for name in ("from_us", "ends_cpu", "device_us", "ends_us")]
@@ -115,11 +118,12 @@ def serve(
     sizes: Table,
     jobs: IntArray,
     events: int,
+    until_us: float,
 ) -> bool:
-    """Serve requests that arrive at the server, in the order of their arrival, for so many events. Whether all have left.
+    """Serve requests that arrive at the server, in their order, for so many events. Whether all have left, or that time has come.
 
     The tables have been prepared; what became of requests and of the server, and the time `now`, is read from them. `jobs` is the
-    front end's FIFO, a power of two long. The next call goes on: only between calls can Python be interrupted.
+    front end's FIFO, a power of two long. The next call goes on: only between calls can Python be interrupted, and settings change.
     """
     s = servers[0]
     count, following, now = len(arrival_us), s.following, s.now
@@ -130,13 +134,13 @@ def serve(
         events -= 1
         at, event, place = np.inf, -1, -1
         if s.on_cpu > 0 and s.speed > 0:
-            for j in range(s.instances):
+            for j in range(len(instances)):
                 if instances[j].ends_cpu < np.inf:
                     ends = now + max(0.0, instances[j].ends_cpu - s.executed) / s.speed
                     if ends < at:
                         at, event, place = ends, 0, j
-        if not s.is_on_cpu and s.idle < s.instances:
-            for j in range(s.instances):
+        if (s.starts > 0 or not s.is_on_cpu) and s.idle < s.instances:
+            for j in range(len(instances)):
                 if instances[j].ends_us < at:
                     at, event, place = instances[j].ends_us, 1, j
         if s.front_runs > 0:
@@ -150,9 +154,12 @@ def serve(
         if s.batcher_at < at:
             at, event = s.batcher_at, 5
         if s.has_waker:
-            for j in range(s.instances):
+            for j in range(len(instances)):
                 if instances[j].wake_at < at:
                     at, event, place = instances[j].wake_at, 6, j
+        if at > until_us:
+            s.following, s.now = following, now
+            return True
         s.executed += s.speed * (at - now)
         now = at
         is_notified, is_timer, ending = False, False, -1
@@ -580,7 +587,7 @@ def take(now: float, s: Row, requests: Table, payloads: Table, instances: Table,
             other.is_done = True
             s.ring_head += 1
     place = 0
-    while instances[place].payload >= 0:
+    while instances[place].payload != FREE:
         place += 1
     begin(now, number, s, requests, payload, instances[place], sizes)
     return True
@@ -658,7 +665,12 @@ def release(
 ) -> bool:
     """The instance asks for its next payload. Whether the batcher looks then: notified by the end, or by a payload that began."""
     instance = instances[place]
-    instance.payload = -1
+    if s.leaving > 0:
+        instance.payload = GONE
+        s.leaving -= 1
+        s.instances -= 1
+        return is_notified
+    instance.payload = FREE
     s.idle += 1
     if s.has_waker:
         instance.wake_at = now + WAKE_AFTER_US + min(s.delay_us, WAKE_DELAY_MOST_US) + s.slack_us

@@ -2,20 +2,28 @@
 
 found = simulate(batcher, costs, traffic(streams, seconds=60, seed=1), streams, seed=1)
 found.outcome.p_ms(0.99), found.mean_rows, found.utilisation
+
+run = Run(batcher, costs, traffic, streams)        # the same, with a server that is changed on the way
+run.advance(30.0)
+run.look().queue_us                                # what has come of it since the last look
+run.change(queue_delay_us=0, instances=2, start_s=0.5)
+run.finish()
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tritonpilot.arrivals import Stream, Traffic
-from tritonpilot.costs import Costs, execution_curve
+from tritonpilot.costs import Costs
+from tritonpilot.errors import SpecError
 from tritonpilot.outcome import REJECTED, TIMED_OUT, Outcome, summarise
+from tritonpilot.simulate import tables
 from tritonpilot.simulate.batcher import Batcher
 from tritonpilot.simulate.host import Host
 
@@ -37,6 +45,7 @@ class Simulated:
     queue_us: float  # mean time in the queue of answered requests; nan without any
     execution_us: float  # mean time of an execution; nan without any
     wakes: int = 0  # requests by which an idle instance woke the batcher
+    instance_s: float = 0.0  # seconds of instances, from when one is asked for until it is told to go
 
     @property
     def executions(self) -> int:
@@ -64,6 +73,7 @@ class Simulated:
                 )
             },
             "wakes": self.wakes,
+            "instance_s": round(self.instance_s, 6),
         }
 
 
@@ -81,148 +91,205 @@ def simulate(
     half. The first call in a process loads or compiles the kernel (seconds, once a machine).
     Raises SpecError for a stream whose class the batcher does not know.
     """
-    from tritonpilot.simulate import kernel  # numba takes a second to import, and most commands need none of it
-
-    at_us = traffic.at_s * 1e6
-    wire_us = _wire(costs, len(at_us), seed)
-    arrival_us = at_us + wire_us / 2
-    order = np.argsort(arrival_us, kind="stable") if len(set(costs.wire_factor)) > 1 else np.arange(len(at_us))
-    servers = _server(batcher, costs, (host or Host()).of(costs.cores), seed)
-    requests = _requests(batcher, traffic, streams, order)
-    sizes = _sizes(batcher, costs)
-    tables = (
-        arrival_us[order],
-        servers,
-        requests,
-        _payloads(len(at_us) + 2),
-        _instances(batcher),
-        _queues(batcher),
-        sizes,
-        np.empty(1 << (len(at_us) + batcher.instances + 1).bit_length(), np.int64),
-    )
-    while not kernel.serve(*tables, EVENTS):
-        pass
-    server, begun, codes = servers[0], requests["begun_us"], requests["code"]
-    queue_us = (begun - arrival_us[order])[codes == kernel.ANSWERED]
-    latency_us = np.empty(len(at_us))
-    latency_us[order] = requests["done_us"]
-    latency_us += wire_us / 2 - at_us
-    code = np.empty(len(at_us), dtype=np.int64)
-    code[order] = codes
-    length_us = max(server["now"], traffic.seconds * 1e6)
-    return Simulated(
-        outcome=summarise(traffic, streams, latency_us=latency_us, error=code, kinds=KINDS, has_series=False),
-        batch_sizes={int(rows): int(sizes["executions"][rows]) for rows in np.flatnonzero(sizes["executions"])},
-        utilisation=float(server["busy_us"] / length_us / batcher.instances),
-        cpu_cores=float(server["cpu_us"] / length_us),
-        queue_us=float(queue_us.mean()) if len(queue_us) else float("nan"),
-        execution_us=float(server["busy_us"] / server["executions"]) if server["executions"] else float("nan"),
-        wakes=int(server["wakes"]),
-    )
+    return Run(batcher, costs, traffic, streams, seed, host).finish()
 
 
-def _wire(costs: Costs, count: int, seed: int) -> FloatArray:
-    """Time on the wire of each request, us; independent of what the kernel draws."""
-    if len(set(costs.wire_factor)) == 1:
-        return np.full(count, costs.wire_us * costs.wire_factor[0])
-    quantiles = np.array(costs.wire_factor)
-    place = np.random.default_rng((seed, 1)).random(count) * (len(quantiles) - 1)
-    below = place.astype(np.int64)
-    wire: FloatArray = costs.wire_us * (quantiles[below] + (place - below) * np.diff(quantiles)[below])
-    return wire
+@dataclass(frozen=True)
+class Window:
+    """What a part of a run has shown: what Triton's statistics say about two moments, and the latencies between them."""
+
+    from_s: float
+    to_s: float
+    arrived: int  # requests, and of each stream
+    by_stream: Mapping[str, int]
+    rows: int  # of those that arrived
+    answered: int
+    refused: int  # for a full queue
+    failed: int  # otherwise
+    waiting: int  # for an execution, at its end
+    queue_us: float  # mean of the answered; nan without any
+    latency_ms: FloatArray  # of the answered, in the order of their arrival
+    batch_sizes: Mapping[int, int]  # of executions that began
+    busy_us: float  # of executions that ended, all instances together
+
+    @property
+    def seconds(self) -> float:
+        return self.to_s - self.from_s
 
 
-def _requests(
-    batcher: Batcher, traffic: Traffic, streams: Sequence[Stream], order: npt.NDArray[np.intp]
-) -> npt.NDArray[Any]:
-    """The kernel's table of requests, in the order of their arrival."""
-    from tritonpilot.simulate import kernel
+class Run:
+    """A simulation that can be stopped at any time, looked at, changed, and continued.
 
-    found = np.zeros(len(traffic.at_s), kernel.REQUEST)
-    stream = traffic.stream[order]
-    found["rows"] = traffic.rows[order]
-    places = np.array([batcher.place(each) for each in streams], dtype=np.int16)
-    found["level"] = np.where(found["rows"] > batcher.max_batch_size, kernel.NO_LEVEL, places[stream])
-    found["patience_us"] = np.array([_patience_us(batcher, each) for each in streams])[stream]
-    found["begun_us"] = np.nan
-    return found
+    Without changes what comes of it does not depend on where it was stopped. `most_instances` is how many it may ever grow to.
+    """
 
+    def __init__(
+        self,
+        batcher: Batcher,
+        costs: Costs,
+        traffic: Traffic,
+        streams: Sequence[Stream],
+        seed: int = 0,
+        host: Host | None = None,
+        *,
+        most_instances: int | None = None,
+    ) -> None:
+        from tritonpilot.simulate import kernel  # numba takes a second to import, and most commands need none of it
 
-def _patience_us(batcher: Batcher, stream: Stream) -> float:
-    """How long a request may queue, us; 0 is for ever. PolicyQueue::Enqueue in scheduler_utils.cc."""
-    level = batcher.levels[batcher.place(stream)]
-    own_us = 0.0 if stream.timeout_ms is None else stream.timeout_ms * 1e3
-    overrides = level.allow_timeout_override and 0 < own_us < level.timeout_us
-    return own_us if overrides else float(level.timeout_us)
+        self._kernel = kernel
+        self._batcher, self._traffic, self._streams = batcher, traffic, streams
+        count, most = len(traffic), max(batcher.instances, most_instances or 1)
+        at_us = traffic.at_s * 1e6
+        self._wire_us = tables.wire(costs, count, seed)
+        arrival_us = at_us + self._wire_us / 2
+        self._order = (
+            np.argsort(arrival_us, kind="stable") if len(set(costs.wire_factor)) > 1 else np.arange(len(at_us))
+        )
+        self._arrival_us = arrival_us[self._order]
+        self._servers = tables.server(batcher, costs, (host or Host()).of(costs.cores), seed)
+        self._requests = tables.requests(batcher, traffic, streams, self._order)
+        self._payloads = tables.payloads(count + 3)  # the last one stays empty
+        self._instances = tables.instances(batcher, most)
+        self._queues = tables.queues(batcher)
+        self._sizes = tables.sizes(batcher, costs)
+        self._jobs = np.empty(1 << (count + most + 1).bit_length(), np.int64)
+        self._instance_us, self._counted_us = 0.0, 0.0
+        self._looked_us, self._first, self._arrived = 0.0, 0, 0
+        self._looked_sizes: npt.NDArray[np.int64] = self._sizes["executions"].copy()
+        self._looked_busy_us = 0.0
 
+    @property
+    def now_s(self) -> float:
+        """Seconds since the beginning of the traffic."""
+        return float(self._counted_us / 1e6)
 
-def _server(batcher: Batcher, costs: Costs, host: Host, seed: int) -> npt.NDArray[Any]:
-    from tritonpilot.simulate import kernel
+    @property
+    def instances(self) -> int:
+        """Those that serve or start."""
+        return int(self._servers[0]["instances"] - self._servers[0]["leaving"])
 
-    found = np.zeros(1, kernel.SERVER)
-    row = found[0]
-    for name, value in {
-        "instances": batcher.instances,
-        "max_batch": batcher.max_batch_size,
-        "threads": min(batcher.threads, costs.cores),
-        "cores": costs.cores,
-        "most_running": batcher.most_running,
-        "most_preferred": batcher.preferred[-1],
-        "prefetches": batcher.prefetches,
-        "keeps_order": batcher.preserve_ordering,
-        "has_waker": batcher.has_waker and not batcher.prefetches,
-        "delay_us": batcher.queue_delay_us,
-        **{name: getattr(costs, name) for name in ("request_us", "front_us", "front_row_us", "reply_us")},
-        **{name: getattr(costs, name) for name in ("host_us", "host_request_us", "is_on_cpu", "factor")},
-        "slack_us": host.timer_slack_us,
-        "slice_us": host.slice_us,
-        "batcher_first": host.batcher_first,
-        "idle": batcher.instances,
-        "random": np.random.SeedSequence(seed).generate_state(1, np.uint64)[0],
-        **dict.fromkeys(("batcher_at", "gate_at", "resumed_at", "front_ends"), np.inf),
-    }.items():
-        row[name] = value
-    return found
+    def advance(self, to_s: float) -> None:
+        """Serve until a time."""
+        self._serve(to_s * 1e6)
+        self._count_instances(to_s * 1e6)
 
+    def change(
+        self,
+        *,
+        queue_delay_us: int | None = None,
+        instances: int | None = None,
+        max_queue_sizes: Mapping[str, int] | None = None,
+        start_s: float = 0.0,
+    ) -> None:
+        """Change the server now; what is left out stays. New instances serve after `start_s`; those that go end their execution.
 
-def _payloads(count: int) -> npt.NDArray[Any]:
-    from tritonpilot.simulate import kernel
+        Requests that wait stay in their queue and are batched by the new delay when the batcher next looks.
+        """
+        server = self._servers[0]
+        if queue_delay_us is not None:
+            server["delay_us"] = queue_delay_us
+        for place, level in enumerate(self._batcher.levels):
+            if max_queue_sizes is not None and level.name in max_queue_sizes:
+                self._queues["limit"][place] = max_queue_sizes[level.name]
+        if instances is not None:
+            self._set_instances(instances, start_s)
 
-    found = np.zeros(count, kernel.PAYLOAD)
-    found["head"] = -1
-    return found
+    def look(self) -> Window:
+        """What happened since the last look, or the beginning."""
+        kernel, server = self._kernel, self._servers[0]
+        now_us, following = self._counted_us, int(server["following"])
+        part = self._requests[self._first : following]
+        done = part["done_us"]
+        is_new = (done > self._looked_us) & (done <= now_us)
+        good = is_new & (part["code"] == kernel.ANSWERED)
+        place = self._order[self._first : following][good]
+        latency_us = done[good] + self._wire_us[place] / 2 - self._traffic.at_s[place] * 1e6
+        queue_us = (part["begun_us"] - self._arrival_us[self._first : following])[good]
+        arrived = self._order[self._arrived : following]
+        streams = np.bincount(self._traffic.stream[arrived], minlength=len(self._streams)).tolist()
+        executions = self._sizes["executions"] - self._looked_sizes
+        found = Window(
+            from_s=self._looked_us / 1e6,
+            to_s=now_us / 1e6,
+            arrived=len(arrived),
+            by_stream={stream.name: count for stream, count in zip(self._streams, streams, strict=True)},
+            rows=int(self._traffic.rows[arrived].sum(dtype=np.int64)),
+            answered=int(good.sum()),
+            refused=int((is_new & (part["code"] == kernel.REJECTED)).sum()),
+            failed=int((is_new & (part["code"] > kernel.REJECTED)).sum()),
+            waiting=int(((done == 0) & np.isnan(part["begun_us"])).sum()),
+            queue_us=float(queue_us.mean()) if len(queue_us) else float("nan"),
+            latency_ms=latency_us / 1e3,
+            batch_sizes={int(rows): int(executions[rows]) for rows in np.flatnonzero(executions)},
+            busy_us=float(server["busy_us"] - self._looked_busy_us),
+        )
+        open_ = np.flatnonzero((done == 0) | (done > now_us))
+        self._first += int(open_[0]) if len(open_) else len(part)
+        self._looked_us, self._arrived = now_us, following
+        self._looked_sizes, self._looked_busy_us = self._sizes["executions"].copy(), float(server["busy_us"])
+        return found
 
+    def finish(self) -> Simulated:
+        """Serve all that is left and say what came of the whole."""
+        kernel, traffic = self._kernel, self._traffic
+        self._serve(np.inf)
+        server, begun, codes = self._servers[0], self._requests["begun_us"], self._requests["code"]
+        length_us = max(server["now"], traffic.seconds * 1e6)
+        self._count_instances(length_us)
+        queue_us = (begun - self._arrival_us)[codes == kernel.ANSWERED]
+        executions = self._sizes["executions"]
+        latency_us, code = self.latencies()
+        return Simulated(
+            outcome=summarise(traffic, self._streams, latency_us=latency_us, error=code, kinds=KINDS, has_series=False),
+            batch_sizes={int(rows): int(executions[rows]) for rows in np.flatnonzero(executions)},
+            utilisation=float(server["busy_us"] / self._instance_us),
+            cpu_cores=float(server["cpu_us"] / length_us),
+            queue_us=float(queue_us.mean()) if len(queue_us) else float("nan"),
+            execution_us=float(server["busy_us"] / server["executions"]) if server["executions"] else float("nan"),
+            wakes=int(server["wakes"]),
+            instance_s=self._instance_us / 1e6,
+        )
 
-def _instances(batcher: Batcher) -> npt.NDArray[Any]:
-    from tritonpilot.simulate import kernel
+    def latencies(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+        """Latency of each request of the traffic, us, and its code (0: answered, else 1 + the index into KINDS), in its order."""
+        latency_us = np.empty(len(self._traffic))
+        latency_us[self._order] = self._requests["done_us"]
+        latency_us += self._wire_us / 2 - self._traffic.at_s * 1e6
+        code = np.empty(len(self._traffic), dtype=np.int64)
+        code[self._order] = self._requests["code"]
+        return latency_us, code
 
-    found = np.zeros(batcher.instances, kernel.INSTANCE)
-    found["payload"] = -1
-    found["wake_came"] = 1.0
-    found["wake_budget"] = kernel.WAKES_SAVED
-    for name in ("ends_cpu", "ends_us", "wake_at"):
-        found[name] = np.inf
-    return found
+    def _serve(self, until_us: float) -> None:
+        own = (
+            *(self._arrival_us, self._servers, self._requests, self._payloads),
+            *(self._instances, self._queues, self._sizes, self._jobs),
+        )
+        while not self._kernel.serve(*own, EVENTS, until_us):
+            pass
 
+    def _count_instances(self, until_us: float) -> None:
+        self._instance_us += self.instances * max(0.0, until_us - self._counted_us)
+        self._counted_us = max(self._counted_us, until_us)
 
-def _queues(batcher: Batcher) -> npt.NDArray[Any]:
-    from tritonpilot.simulate import kernel
-
-    found = np.zeros(len(batcher.levels), kernel.QUEUE)
-    found["limit"] = [level.max_queue_size for level in batcher.levels]
-    found["delays"] = [level.action == "delay" for level in batcher.levels]
-    return found
-
-
-def _sizes(batcher: Batcher, costs: Costs) -> npt.NDArray[Any]:
-    """The kernel's table of batch sizes, from 0 rows to the maximum."""
-    from tritonpilot.simulate import kernel
-
-    found = np.zeros(batcher.max_batch_size + 1, kernel.SIZE)
-    preferred = np.array(batcher.preferred)
-    rows = np.arange(len(found))
-    found["execution_us"] = execution_curve(costs, rows.astype(np.float64))
-    found["is_preferred"] = np.isin(rows, preferred)
-    # std::set::upper_bound, else the first
-    found["next_preferred"] = np.append(preferred, preferred[0])[np.searchsorted(preferred, rows, side="right")]
-    return found
+    def _set_instances(self, wanted: int, start_s: float) -> None:
+        """In place, as Triton does it: nothing that executes is interrupted."""
+        kernel, server, rows = self._kernel, self._servers[0], self._instances
+        limit = replace(self._batcher, instances=wanted)  # raises for a number that cannot be
+        if wanted > len(rows):
+            raise SpecError(
+                f"This run has room for {len(rows)} instances, not for {wanted}. Nothing changed. Ask for more room."
+            )
+        server["most_running"] = limit.most_running
+        more = wanted - self.instances
+        kept = min(max(more, 0), int(server["leaving"]))
+        server["leaving"] -= kept
+        for place in np.flatnonzero(rows["payload"] == kernel.GONE)[: max(more - kept, 0)]:
+            rows[place]["payload"] = len(self._payloads) - 1
+            rows[place]["from_us"] = rows[place]["ends_us"] = self._counted_us + start_s * 1e6
+            server["instances"] += 1
+            server["starts"] += 1
+        idle = np.flatnonzero(rows["payload"] == kernel.FREE)[::-1][: max(-more, 0)]
+        rows["payload"][idle], rows["wake_at"][idle] = kernel.GONE, np.inf
+        server["idle"] -= len(idle)
+        server["instances"] -= len(idle)
+        server["leaving"] += max(-more, 0) - len(idle)
