@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perf import emulated
+from tritonpilot.costs import Costs
 from tritonpilot.setting import Setting
 from tritonpilot.tune import Space, Wish, rewrite, tune
 
@@ -47,3 +49,32 @@ def test_a_device_is_tuned_verified_and_written(tmp_path: Path) -> None:
     assert "# of the vision team" in text
     said = rewrite.checked(service.path, text, "device", found.setting)
     assert Setting.of(said) == found.setting
+
+
+def faster(costs: Costs, by: float) -> Costs:
+    """Of a device whose executions take so much less."""
+    return replace(costs, execution_us=tuple(value * by for value in costs.execution_us))
+
+
+@pytest.mark.server
+def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> None:
+    """Costs that are 15 % too low promise more requests than the device can serve."""
+    service = emulated.services_of(tmp_path, {"device": TEXT})["device"]
+    wish = Wish.of(service, slo_ms=80, is_rate_open=True, space=FEW)
+    true = tune(service, wish, models=tmp_path / "models", verified=0)
+    lines: list[str] = []
+
+    found = tune(
+        service,
+        wish,
+        models=tmp_path / "models",
+        costs={kind: faster(costs, 0.85) for kind, costs in true.costs.items()},
+        verified=1,
+        verify_s=6,
+        on_progress=lines.append,
+    )
+
+    assert any("of that rate is tried" in line for line in lines)
+    assert found.measured is not None
+    assert found.wish.rate_per_s < true.wish.rate_per_s / 0.85 * 0.94
+    assert any("kept the promises with none" in note for note in found.notes)

@@ -32,6 +32,7 @@ from tritonpilot.stage import Stage
 from tritonpilot.tune import explain
 from tritonpilot.tune.search import (
     KEPT,
+    TIERS,
     Judge,
     Judged,
     Kind,
@@ -48,6 +49,7 @@ from tritonpilot.tune.wish import Wish, runs_on_cpu
 VERIFIED = 3
 VERIFY_S = 6.0
 BELOW_HIGHEST = 0.95  # without a rate, verify a little below the highest that the simulator finds
+LOWERED, LOWERED_MOST = 0.93, 3  # and lower again, so often, while the real server does not keep the promises
 EQUAL_MEASURED = 0.02  # goodputs that a few seconds on a real machine cannot tell apart
 SPEED_CHANGE = 0.15  # of the machine since the costs were measured, that is worth telling
 PROFILE_DELAY_US = 500  # profile's: bursts become one batch
@@ -193,14 +195,24 @@ def tune(
             best = [with_limits(judge, each) for each in differing(ranked, max(1, verified))]
         seen: list[Verified] = []
         notes: list[str] = []
-        with clock("measuring"):
-            for each in best[:verified]:
-                try:
-                    seen.append(_verified(stage, judge, each, profiles, verify_s, seed + 1, client_cpus, say))
-                except (ServerError, MeasurementError) as error:
-                    notes.append(f"{each.setting.describe()} was not verified: {error}")
-                    say(notes[-1])
-                    _recover(stage)
+        lowered = 0
+        while verified:
+            with clock("measuring"):
+                found, failed = _verified_in_turn(
+                    stage, judge, best[:verified], profiles, verify_s, seed + 1, client_cpus, say
+                )
+            seen, notes = found or seen, notes + failed
+            if not found or not wish.is_rate_open or any(each.keeps_all for each in seen) or lowered == LOWERED_MOST:
+                break
+            lowered += 1
+            notes.append(
+                f"at {wish.rate_per_s:.0f} requests/s the real server kept the promises with none of {len(found)}"
+            )
+            say(f"{notes[-1]}; {LOWERED:.0%} of that rate is tried")
+            with clock("simulating"):
+                wish = replace(wish, streams=wish.at(LOWERED))
+                judge = replace(judge, wish=wish, _traffic={})
+                best = [judge.with_room(_winner(seen, best).setting, *TIERS[-1][:2])]
         if verified and not seen:
             raise MeasurementError(
                 f"None of the {len(best)} best settings of {service.service} could be verified on the real server. "
@@ -360,6 +372,28 @@ def _with_rate(
     wish = replace(wish, streams=wish.at(min(factor * BELOW_HIGHEST, most_per_s / wish.rate_per_s)))
     judge = replace(judge, wish=wish, _traffic={})
     return wish, judge
+
+
+def _verified_in_turn(
+    stage: Stage,
+    judge: Judge,
+    best: Sequence[Judged],
+    profiles: Mapping[Kind, Profile],
+    seconds: float,
+    seed: int,
+    cpus: Sequence[int] | None,
+    say: Callable[[str], None],
+) -> tuple[list[Verified], list[str]]:
+    """Those that could be measured, and why the others could not."""
+    seen, notes = [], []
+    for each in best:
+        try:
+            seen.append(_verified(stage, judge, each, profiles, seconds, seed, cpus, say))
+        except (ServerError, MeasurementError) as error:
+            notes.append(f"{each.setting.describe()} was not verified: {error}")
+            say(notes[-1])
+            _recover(stage)
+    return seen, notes
 
 
 def _verified(
