@@ -199,10 +199,19 @@ class Curve:
     lines: Mapping[str, tuple[tuple[float, float], ...]]  # (seconds since the epoch, value); NaN is left out
 
 
+@dataclass(frozen=True)
+class Point:
+    """A sample of a series; its name is the label __name__. Times are Prometheus' clock, in seconds since the epoch."""
+
+    labels: Mapping[str, str]
+    at_s: float
+    value: float
+
+
 class Source:
     """A Prometheus. Its methods raise MeasurementError when it does not answer as one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         """`url` as http://127.0.0.1:9090, or HOST:PORT. Raises SpecError for what is neither."""
         address = (url if "://" in url else f"http://{url}").rstrip("/")
         self.url = re.sub(r"//[^/@]*@", "//", address)  # without a password, for reports
@@ -210,7 +219,7 @@ class Source:
             parts = urlsplit(address)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
                 raise ValueError("no http:// or https:// with a host")
-            self._prometheus = PrometheusConnect(address, retry=0, timeout=TIMEOUT_S)
+            self._prometheus = PrometheusConnect(address, retry=0, timeout=timeout_s)
         except ValueError as error:
             raise SpecError(
                 f"--prometheus is {self.url!r}, which is no address ({error}). Nothing was asked. Give one as http://127.0.0.1:9090."
@@ -236,6 +245,12 @@ class Source:
     def now_s(self) -> float:
         """Prometheus' clock, in seconds since the epoch."""
         return float(self._ask("custom_query", "time()")[1])
+
+    def latest(self, selector: str, within_s: int) -> list[Point]:
+        """The last sample of each series within that time, and when it was scraped: {job="triton"}."""
+        found = self._ask("custom_query", f"{selector}[{within_s}s]")
+        points = [(each["metric"], each["values"][-1]) for each in found if each.get("values")]
+        return [Point(labels, float(at), float(text)) for labels, (at, text) in points]
 
     def report(self, start: datetime, end: datetime, *, model: str = "") -> Report:
         """The figures of the range, of all models or of one. Raises MeasurementError when Prometheus has none."""
@@ -294,8 +309,8 @@ class Source:
             return getattr(self._prometheus, way)(*asked, **options)
         except (OSError, ValueError, KeyError, TypeError, PrometheusApiClientException) as error:
             raise MeasurementError(
-                f"Prometheus at {self.url} did not answer ({error}). There is no report. Check that it runs and that this is its "
-                "address (--prometheus)."
+                f"Prometheus at {self.url} did not answer ({error}). There are no figures from it. Check that it runs and that "
+                "this is its address (--prometheus)."
             ) from error
 
 

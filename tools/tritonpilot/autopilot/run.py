@@ -1,0 +1,116 @@
+"""The autopilot as a process: one decision an interval until a signal, one leader, its own metrics.
+
+run(Settings(policy=Path("autopilot.yaml"), state=Path("state")), actor, expects, on_ready=print)      # /metrics at 8104
+entries = once(settings, actor, expects)                                    # one interval, one decision a model
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tritonpilot.autopilot.loop import Acts, Autopilot, Expects, Settings, said_of
+from tritonpilot.autopilot.record import AutopilotMetrics, Entry, Folder
+from tritonpilot.errors import PortError
+from tritonpilot.ports import choose_ports
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """host:port of each service of a running autopilot."""
+
+    metrics: str
+
+
+def run(
+    settings: Settings,
+    actor: Acts,
+    expects: Expects,
+    on_ready: Callable[[Endpoints], None],
+    tell: Callable[[Entry], None] = lambda _: None,
+) -> int:
+    """Decide once an interval until SIGINT or SIGTERM; returns the number of that signal. Call it in the main thread.
+
+    A change that is under way is finished first. Triton need not run. Raises SpecError for a wrong policy file or address,
+    HostError where another autopilot works with that folder, and PortError for a port that is taken.
+    """
+    with Folder(settings.state) as folder, _signals() as stopped:
+        pilot = Autopilot(settings, folder, actor, expects, tell=tell)
+        with _serving(pilot.metrics, settings) as endpoints:
+            on_ready(endpoints)
+            dry = " Nothing is changed: it is a dry run." if settings.is_dry_run else ""
+            pilot.log(Entry("", "started", f"The autopilot follows {said_of(pilot.policy)}.{dry}"))
+            began_s = time.monotonic()
+            pilot.look()
+            while not stopped.is_set_within(began_s + pilot.policy.interval_s - time.monotonic()):
+                began_s = time.monotonic()
+                pilot.step()
+            pilot.log(Entry("", "stopped", "The autopilot was stopped; the settings stay as they are."))
+    return stopped.number
+
+
+def once(
+    settings: Settings, actor: Acts, expects: Expects, tell: Callable[[Entry], None] = lambda _: None
+) -> list[Entry]:
+    """Look for one interval, decide once for each model, and do it. Raises as `run`, and nothing for a Triton that is not there."""
+    with Folder(settings.state) as folder:
+        pilot = Autopilot(settings, folder, actor, expects, tell=tell)
+        pilot.look()
+        time.sleep(pilot.policy.interval_s)
+        return pilot.step()
+
+
+class _Stopped:
+    """Whether a signal came, and which."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._event = threading.Event()
+
+    def set(self, number: int) -> None:
+        self.number = number
+        self._event.set()
+
+    def is_set_within(self, seconds: float) -> bool:
+        """Wait for it."""
+        return self._event.wait(max(0.0, seconds))
+
+
+@contextmanager
+def _signals() -> Iterator[_Stopped]:
+    """The first SIGINT or SIGTERM is noted; the next one does what it always does."""
+    stopped = _Stopped()
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _: object) -> None:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        stopped.set(number)
+
+    for each in handlers:
+        signal.signal(each, note)
+    try:
+        yield stopped
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _serving(metrics: AutopilotMetrics, settings: Settings) -> Iterator[Endpoints]:
+    (port,) = choose_ports([settings.port])
+    try:
+        port, stop = metrics.serve(settings.host, port)
+    except OSError as error:
+        raise PortError(
+            f"The autopilot cannot listen at {settings.host}: {error.strerror or error}. Nothing was started. Give an address of "
+            "this machine with --host."
+        ) from None
+    try:
+        yield Endpoints(f"{settings.host}:{port}")
+    finally:
+        stop()
