@@ -1,10 +1,11 @@
-"""When is a load worth a figure? Not when its sender was what was measured."""
+"""When is a load worth a figure, and what is the highest rate that is kept?"""
 
 import pytest
 
 from perf.frame import NoisyRoundError
-from perf.offer import Offered
+from perf.offer import Offered, highest_rate
 from tritonpilot.arrivals import Stream, traffic
+from tritonpilot.errors import MeasurementError
 from tritonpilot.load import SenderFacts
 from tritonpilot.outcome import Outcome, summarise
 
@@ -51,3 +52,23 @@ def test_sender_that_waits_for_a_server_behind_is_the_limit_only_without_cpu_tim
             offered.undisturbed(may_be_behind=True)
     else:
         assert offered.undisturbed(may_be_behind=True).goodput_per_s > 0
+
+
+@pytest.mark.parametrize("start_per_s", [3.0, 90.0, 100.0, 101.0, 2500.0])
+def test_highest_rate_is_found_from_far_below_and_far_above(start_per_s: float) -> None:
+    asked: list[float] = []
+
+    def keeps(rate_per_s: float) -> bool:
+        asked.append(rate_per_s)
+        return rate_per_s <= 100.0
+
+    found = highest_rate(keeps, start_per_s, step=1.03)
+    assert 100.0 / 1.03 <= found <= 100.0
+    assert found in asked
+    assert len(asked) == len(set(asked)) <= 24
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_rate_that_is_kept_everywhere_or_nowhere_is_an_error(is_kept: bool) -> None:
+    with pytest.raises(MeasurementError, match="factor of 64"):
+        highest_rate(lambda _: is_kept, 10.0, step=1.1)
