@@ -20,6 +20,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
+from google.protobuf import json_format
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
@@ -58,6 +59,10 @@ class NotLoadedError(ServerError):
         self.reason = one_paragraph(reason)
         why = f": {self.reason}" if self.reason else " and the index gives no reason; the server's log does"
         super().__init__(f"Model {name!r} did not load{why}.")
+
+
+class BusyError(ServerError):
+    """A model's queue policy turned a request away: its queue is full, or the request waited too long in it."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +131,27 @@ class Control:
         return [ModelState(model.name, model.version, model.state, model.reason) for model in answer.models]
 
     def load(
-        self, name: str, *, probe_inputs: Inputs | None = None, probe: bool = True, timeout_s: float = 120
+        self,
+        name: str,
+        *,
+        config: ModelConfig | None = None,
+        probe_inputs: Inputs | None = None,
+        probe: bool = True,
+        timeout_s: float = 120,
     ) -> list[ModelState]:
         """Load `name`, or load it again after its files changed; returns its versions in the index.
 
+        `config` takes the place of the one on disk, also in later loads, until that file changes. Where a loaded model's config or
+        file differs in nothing but its instances, they are changed in place.
         Raises ServerError unless the index then says READY and an inference is answered (`probe_inputs`, else zeros; `probe=False`
         leaves it out). After a failed load Triton goes on serving the version that it served before, and the error says so.
         """
         deadline = time.monotonic() + timeout_s
         request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        if config is not None:
+            request.parameters["config"].string_param = json_format.MessageToJson(
+                config, preserving_proto_field_name=True
+            )
         try:
             self._call("RepositoryModelLoad", request, f"load model {name!r}", timeout_s)
         except ServerError as refused:
@@ -222,6 +239,15 @@ class Control:
                     f"Model {name!r} is loaded, but does not answer an inference with {asked}: {_text(failed)}. It is not taken "
                     "for ready. Look at the model, or give it inputs that it accepts: `samples` of its service or step."
                 ) from None
+
+    def infer(self, request: service_pb2.ModelInferRequest, *, timeout_s: float = 30) -> None:
+        """One inference, by a request that is made already. Raises BusyError when the queue turns it away, else ServerError."""
+        try:
+            self._stub.ModelInfer(request, timeout=timeout_s)
+        except grpc.RpcError as failed:
+            said = f"Model {request.model_name!r} at {self.endpoint} did not answer an inference: {_text(failed)}."
+            queued = failed.code() == grpc.StatusCode.UNAVAILABLE and "tcp" not in failed.details()
+            raise (BusyError if queued else ServerError)(said) from None
 
     def statistics(self, name: str = "", version: str = "", *, timeout_s: float = 10) -> list[ModelStatistics]:
         """Triton's counters, one entry per version of `name`, or of all models when it is empty. Needs no key."""

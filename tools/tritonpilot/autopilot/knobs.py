@@ -1,4 +1,4 @@
-"""Where in a model's config are the settings that may change while it serves? Pure: read them, write them, undo Triton's completion.
+"""Where in a model's config are the settings that may change while it serves? Pure: read and write them, undo Triton's completion.
 
     knobs_of(config)                    # Knobs(queue_delay_us=500, instances=2, max_queue_sizes={"batch": 40})
     with_knobs(config, target)          # a copy of the config with them
@@ -123,7 +123,7 @@ def _levels(config: ModelConfig) -> dict[str, int]:
 
 def _policy(config: ModelConfig, level: int) -> ModelConfig:
     policies = config.dynamic_batching.priority_queue_policy
-    return policies[level] if level in policies else config.dynamic_batching.default_queue_policy
+    return policies.get(level, config.dynamic_batching.default_queue_policy)
 
 
 def _devices(group: ModelConfig) -> int:
