@@ -58,7 +58,7 @@ def faster(costs: Costs, by: float) -> Costs:
 
 @pytest.mark.server
 def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> None:
-    """Costs that are 15 % too low promise more requests than the device can serve."""
+    """Costs that are 30 % too low promise more requests than the device can serve."""
     service = emulated.services_of(tmp_path, {"device": TEXT})["device"]
     wish = Wish.of(service, slo_ms=80, is_rate_open=True, space=FEW)
     true = tune(service, wish, models=tmp_path / "models", verified=0)
@@ -68,7 +68,7 @@ def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> Non
         service,
         wish,
         models=tmp_path / "models",
-        costs={kind: faster(costs, 0.85) for kind, costs in true.costs.items()},
+        costs={kind: faster(costs, 0.7) for kind, costs in true.costs.items()},
         verified=1,
         verify_s=6,
         on_progress=lines.append,
@@ -76,5 +76,5 @@ def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> Non
 
     assert any("of that rate is tried" in line for line in lines)
     assert found.measured is not None
-    assert found.wish.rate_per_s < true.wish.rate_per_s / 0.85 * 0.94
+    assert found.wish.rate_per_s < true.wish.rate_per_s / 0.7 * 0.94
     assert any("kept the promises with none" in note for note in found.notes)
