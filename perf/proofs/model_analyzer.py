@@ -40,6 +40,7 @@ SLO_MS = 300.0
 LEAST_FASTER = 5.0
 NO_WORSE = 0.97  # with FP32 alone both may find the same; rates are found to within RATE_STEP
 ROUNDS = 3
+VERIFY_S = 3.0
 SERVE_S, QUICK_SERVE_S = 8.0, 2.0
 RATE_STEP, QUICK_RATE_STEP = 1.03, 1.2  # how exactly the highest rate is found
 QUICK_SETTINGS = {
@@ -159,6 +160,7 @@ def _tuned(bench: Bench, service: Service, space: Space) -> tuple[Tuned, float]:
         models=service.folder.parent,
         cpus=[bench.cores.server],
         client_cpus=[bench.cores.client],
+        verify_s=VERIFY_S,
         on_progress=bench.say,
     )
     seconds = time.monotonic() - began
