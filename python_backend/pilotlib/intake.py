@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pilotlib.deadlines import LATE, DeadlineParameterError, deadline_ns
+from pilotlib.live_delay import PARAMETER, LiveDelay, LiveDelayError, live_delay_of
 from pilotlib.loopback import WAKE_PARAMETER
 from pilotlib.parameters import CommonParameters
 from pilotlib.stub import pb_utils
@@ -35,7 +36,7 @@ class Intake:
     """Of one instance: turns away what is not to be computed, and tells the waker when executions begin and end.
 
     `count_late` gets the number of late requests of an execution that had some; call it for those that became late meanwhile.
-    `look` is called at the start of each execution.
+    `look` is called at the start of each execution, and `delay` lets those wait that come too soon.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class Intake:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         *,
         look: Callable[[], None] = lambda: None,
+        delay: LiveDelay | None = None,
     ) -> None:
         self._waker = waker
         self._look = look
+        self._delay = delay
+        self._began, self._ended = (waker.began, waker.ended) if waker is not None else (_nothing, _nothing)
         self.count_late = count_late
         self._clock_ns = clock_ns
         self.latest_ns: int | None = None
@@ -56,6 +60,8 @@ class Intake:
     def execute(self, requests: Sequence[Any], answer: Answer) -> list[Any]:
         """One response per request: `answer` is given those that are to be computed."""
         self._look()
+        if self._delay is not None and self._delay.delay_ns and not _are_wakes(requests):
+            self._delay.hold(requests, self._began, self._ended)
         marked = {}
         for place, request in enumerate(requests):
             try:
@@ -96,6 +102,13 @@ class Intake:
         finally:
             self._waker.ended()
 
+    def _take(self, parameters: str) -> None:
+        if self._delay is None:
+            raise LiveDelayError(
+                f"{PARAMETER} is not taken: this model has no dynamic batcher, or its instances no memory to share"
+            )
+        self._delay.take(parameters)
+
     def _turned_away(self, marked: Mapping[int, str], count: int) -> tuple[dict[int, Any], set[int]]:
         """The responses by place, and which of them are to wakes."""
         # NOTE: one object per request; the same response for two requests makes tritonserver 2.51 crash.
@@ -109,12 +122,16 @@ class Intake:
                 away[place] = _unavailable(WAKE_ANSWER)
                 wakes.add(place)
                 continue
+            if PARAMETER in parameters:
+                try:
+                    self._take(parameters)
+                except LiveDelayError as error:
+                    away[place] = _invalid(error)
+                    continue
             try:
                 deadline = deadline_ns(parameters)
             except DeadlineParameterError as error:
-                away[place] = pb_utils.InferenceResponse(
-                    error=pb_utils.TritonError(text_of(error), pb_utils.TritonError.INVALID_ARG)
-                )
+                away[place] = _invalid(error)
                 continue
             if deadline is None:
                 continue
@@ -144,7 +161,23 @@ def intake_of(
     def count(requests: int, family: Any = family) -> None:  # noqa: ARG001  observing needs a reference to the family
         counter.increment(requests)
 
-    return Intake(waker, count, look=stub_memory_of(args).look), remarks
+    return Intake(waker, count, look=stub_memory_of(args).look, delay=live_delay_of(args, config)), remarks
+
+
+def _are_wakes(requests: Sequence[Any]) -> bool:
+    """Whether all are: those are answered at once."""
+    try:
+        return all(_WAKE in request.parameters() for request in requests)
+    except UnicodeDecodeError:
+        return False
+
+
+def _nothing() -> None:
+    """For an instance without a waker."""
+
+
+def _invalid(error: ValueError) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text_of(error), pb_utils.TritonError.INVALID_ARG))
 
 
 def _unavailable(said: str) -> Any:

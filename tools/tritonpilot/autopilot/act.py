@@ -79,18 +79,19 @@ class Actor:
     def apply(self, model: str, target: Knobs, way: Way = "") -> Knobs:
         """Make `target` true and return what is true then. Classes that it does not name keep their limits.
 
-        `way`: "reload" changes a delay by a reload although it could change live, "instances" refuses whatever needs a reload; with
-        the others a delay changes live where the backend can. Triton's own delay is then 0: where it is longer than the wanted one,
-        the first change loads the model again. Raises ServerError when the target could not be reached; the settings from before
-        are then served again, or it says what is.
+        `way`: "instances" refuses whatever needs a reload. A delay changes live where the backend can; with "reload" only if a live
+        one holds already. Triton's own delay must then be the shorter one: where it is not, the first change loads the model again
+        with none. Raises ServerError when the target could not be reached; the settings from before are then served again, or it
+        says what is.
         """
         served = self._control.config(model)
         before = self.knobs(model)
         target = replace(target, max_queue_sizes={**before.max_queue_sizes, **target.max_queue_sizes})
         if target == before:
             return before
-        live_us = None if way == "reload" else self._live_us(model)
-        is_live = live_us is not None and (target.queue_delay_us != before.queue_delay_us or live_us > 0)
+        live_us = self._live_us(model)
+        is_new = target.queue_delay_us != before.queue_delay_us and way != "reload"
+        is_live = live_us is not None and (live_us > 0 or is_new)
         own_us = int(served.dynamic_batching.max_queue_delay_microseconds)
         if not is_live:
             own_us = target.queue_delay_us
@@ -98,20 +99,22 @@ class Actor:
             own_us = 0
         written = self._written(model, served)
         wanted = with_knobs(written, replace(target, queue_delay_us=own_us))
-        reloaded = with_knobs(wanted, replace(knobs_of(wanted), instances=before.instances))
-        needs_reload = reloaded != written
+        # Whatever needs a reload comes first, with as few instances as may be: they all start at once.
+        first = with_knobs(wanted, replace(knobs_of(wanted), instances=min(before.instances, target.instances)))
+        needs_reload = with_knobs(first, replace(knobs_of(first), instances=before.instances)) != written
         if needs_reload and way == "instances":
             raise ServerError(
                 f"{model} can have {target.describe()} by a reload only, and instances alone were to change. Nothing was changed."
             )
         try:
             if needs_reload:
-                self._load(model, reloaded)
-            self._set_instances(model, reloaded, before.instances, target.instances)
-            if live_us is not None and is_live:
-                self._set_live(model, target.queue_delay_us)
-            elif self._live_us(model):
-                self._set_live(model, 0)
+                self._load(model, first)
+                self._set_instances(model, first, knobs_of(first).instances, target.instances)
+            else:
+                self._set_instances(model, first, before.instances, target.instances)
+            delay_us = target.queue_delay_us if is_live else 0
+            if live_us not in (None, delay_us):
+                self._set_live(model, delay_us)
             return self._verified(model, target)
         except ServerError as failed:
             now = self._undone(model, written, before)

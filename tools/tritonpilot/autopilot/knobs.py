@@ -73,7 +73,7 @@ def as_written(config: ModelConfig) -> ModelConfig:
 
 def is_same_but_knobs(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two configs, as they were written, differ in nothing but settings that may change."""
-    return _without_knobs(one) == _without_knobs(other)
+    return bool(_without_knobs(one) == _without_knobs(other))
 
 
 def _without_knobs(config: ModelConfig) -> ModelConfig:
@@ -84,8 +84,9 @@ def _without_knobs(config: ModelConfig) -> ModelConfig:
     for group in found.instance_group:
         group.count = 1
     for level in _levels(config).values():
-        if level in found.dynamic_batching.priority_queue_policy:
-            found.dynamic_batching.priority_queue_policy[level].max_queue_size = 0
+        policy = found.dynamic_batching.priority_queue_policy[level]
+        policy.CopyFrom(_policy(config, level))
+        policy.max_queue_size = 0
     return found
 
 
