@@ -56,9 +56,10 @@ class Observation:
     queue_us: float  # mean time in the queue of answered requests; nan: none
     mean_batch: float  # rows of an execution
     batch_sizes: Mapping[int, float]  # rows of an execution -> executions a second
-    p99_ms: float | None  # of the best class, where someone measures it
+    p99_ms: float | None  # of the best class, where someone measures it,
     utilisation: float | None  # busy time of instances / (instances x seconds)
     arrivals_by_class: Mapping[str, float] = field(default_factory=dict)
+    p99_over_s: float = 0.0  # and over how long where that is longer than the interval, as in Triton's summaries
     max_batch_size: int = 0  # 0: not known
     delay_is_live: bool = False  # the queue delay can be changed at run time; else a reload changes it
     restarted: bool = False  # the server came back since the interval before, with the settings of its files
