@@ -179,7 +179,10 @@ LEAST_REQUESTS = 60  # of a very low rate
 
 
 def tuner_follows_slo(bench: Bench) -> Outcome:
-    """Goodput of what is chosen for an SLO of 100 ms divided by that for 20 ms, each at the highest rate within its SLO."""
+    """Goodput of what is chosen for an SLO of 100 ms divided by that for 20 ms, each at the highest rate within its SLO.
+
+    On the emulated accelerator, where a batch takes long, the choice must grow; on `ctr` it may stay.
+    """
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
         text = f"batching: {{max_batch_size: 256}}\nslo: {{p99_ms: {SHORT_MS:g}}}"
         name = "emulated_v100"
@@ -192,14 +195,16 @@ def tuner_follows_slo(bench: Bench) -> Outcome:
         }
     ratios = {name: long.goodput_per_s / short.goodput_per_s for name, (_, short, _, long) in found.items()}
     grown = {
-        name: two.setting.max_batch_size > one.setting.max_batch_size
-        or two.setting.queue_delay_us > one.setting.queue_delay_us
+        name: (two.setting.max_batch_size, two.setting.queue_delay_us)
+        > (one.setting.max_batch_size, one.setting.queue_delay_us)
         for name, (one, _, two, _) in found.items()
     }
+    shrunk = {name: two.setting.max_batch_size < one.setting.max_batch_size for name, (one, _, two, _) in found.items()}
     return Outcome(
         ratios[device.service],
         rounds=len(found),
-        ok=all(grown.values()) and min(ratios.values()) > 1,
+        # A batch of 256 rows of ctr takes 6 ms: both SLOs leave time for the largest, and only the rate can grow.
+        ok=grown[device.service] and not any(shrunk.values()) and min(ratios.values()) > 1,
         details={
             name: {
                 "ratio": round(ratios[name], 3),

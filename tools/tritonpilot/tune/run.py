@@ -49,7 +49,7 @@ from tritonpilot.tune.wish import Wish, runs_on_cpu
 VERIFIED = 3
 VERIFY_S = 6.0
 BELOW_HIGHEST = 0.95  # without a rate, verify a little below the highest that the simulator finds
-LOWERED, LOWERED_MOST = 0.93, 3  # and lower again, so often, while the real server does not keep the promises
+LOWERED, LOWERED_MOST = 0.92, 4  # and lower again, so often, while the real server does not keep the promises
 EQUAL_MEASURED = 0.02  # goodputs that a few seconds on a real machine cannot tell apart
 SPEED_CHANGE = 0.15  # of the machine since the costs were measured, that is worth telling
 PROFILE_DELAY_US = 500  # profile's: bursts become one batch
