@@ -107,6 +107,14 @@ def test_after_a_reload_statistics_begin_anew_and_the_page_goes_on() -> None:
     assert seen.utilisation == pytest.approx(4.0 / 2 / 20), "from the page: two requests share an execution of 40 ms"
 
 
+def test_instances_that_hold_for_a_live_delay_are_not_busy() -> None:
+    held = 'pilot_held_us_total{model="ctr",version="1"} %d'
+    before = reading(0, page(1, also=held % 0), 100, {8: 50}, 5.0)
+    now = reading(10, page(2, also=held % 2_000_000), 200, {8: 100}, 11.0)
+
+    assert observe(before, now, "ctr", KNOBS, at_s=1).utilisation == pytest.approx((6 - 2) / 20)
+
+
 def test_counters_that_run_backwards_are_neither_an_outage_nor_a_flood() -> None:
     before, now = reading(0, page(5), 500), reading(10, page(2), 200)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from prometheus_client import generate_latest
 
+from tritonpilot.autopilot.record import AutopilotMetrics
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
 from tritonpilot.watch import Report, WatchMetrics
@@ -39,6 +40,13 @@ def test_the_watchs() -> None:
     metrics = WatchMetrics()
     metrics.take(Report(False))
     assert section("The watch") == exported(generate_latest(metrics.registry))
+
+
+def test_the_autopilots() -> None:
+    metrics = AutopilotMetrics(decided_s=0.0)
+    assert {name.removesuffix("_total") for name in section("The autopilot")} == {
+        name.removesuffix("_total") for name in exported(generate_latest(metrics.registry))
+    }
 
 
 def test_those_of_our_backends() -> None:

@@ -1,6 +1,6 @@
 """One interval of the autopilot: look at a running Triton, decide, act, remember. All that is decided is decided in `controller`.
 
-    pilot = Autopilot(settings, folder, actor, expects)
+    pilot = Autopilot(settings, folder, actor)
     pilot.look()                     # an interval begins
     for entry in pilot.step(): ...   # it ends, and the next begins
 
@@ -52,10 +52,6 @@ class Acts(Protocol):
     def is_live(self, model: str) -> bool:
         """Whether its queue delay can be changed at run time."""
         ...
-
-
-#: What a model of the policy would bring, from its costs and the server's configuration of it.
-Expects = Callable[[ModelPolicy, Costs, ModelConfig], Model]
 
 
 @dataclass(frozen=True)
@@ -114,12 +110,11 @@ class Autopilot:
         settings: Settings,
         folder: Folder,
         actor: Acts,
-        expects: Expects,
         metrics: AutopilotMetrics | None = None,
         tell: Callable[[Entry], None] = lambda _: None,
     ) -> None:
         """Raises SpecError for a wrong policy file or address. `tell` hears of what is worth a line of the log."""
-        self._settings, self._folder, self._actor, self._expects = settings, folder, actor, expects
+        self._settings, self._folder, self._actor = settings, folder, actor
         self.metrics = metrics or AutopilotMetrics(settings.is_dry_run)
         self._tell = tell
         self._print = _fingerprint(settings.policy)
@@ -190,11 +185,11 @@ class Autopilot:
         name, before, problem = written.model, self._before, ""
         self.metrics.watch(name)
         served = None
-        if not now.is_up or name not in now.statistics:
+        is_served = now.is_up and name in now.statistics
+        if not is_served or (before is not None and observe.began_anew(before, now, name)):
             self._away.add(name)
-        else:
-            if before is not None and observe.began_anew(before, now, name):
-                self._away.add(name)
+            self._models.pop(name, None)  # it may come back as another one
+        if is_served:
             try:
                 served = self._served(written)
             except PilotError as error:
@@ -244,7 +239,7 @@ class Autopilot:
         slos_ms = [each.slo_s * 1e3 for each in terms.classes if each.slo_s is not None]
         patience_ms = {each.name: each.timeout_s * 1e3 for each in terms.classes if each.timeout_s is not None}
         if name in self._costs and name not in self._models:
-            self._models[name] = self._expects(written, self._costs[name], config)
+            self._models[name] = _expecting(written, self._costs[name], config)
         return _Served(
             written.with_defaults(min(slos_ms, default=None), patience_ms),
             self._actor.knobs(name),
@@ -358,6 +353,12 @@ def _read(path: Path) -> tuple[Policy, Mapping[str, Costs]]:
     found = policy.read(path)
     costs = {each.model: Costs.read(found.folder / each.costs) for each in found.models if each.costs is not None}
     return found, costs
+
+
+def _expecting(of: ModelPolicy, costs: Costs, config: ModelConfig) -> Model:
+    from tritonpilot.autopilot.model import SimulatedModel  # and with it numba, which other policies do without
+
+    return SimulatedModel.of(of, costs, config)
 
 
 def _fingerprint(path: Path) -> tuple[int, ...]:

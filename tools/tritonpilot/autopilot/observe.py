@@ -38,6 +38,8 @@ _COUNT, _EXECUTIONS = "nv_inference_count", "nv_inference_exec_count"
 _QUEUE = "nv_inference_queue_duration_us"
 _COMPUTE = tuple(f"nv_inference_compute_{part}_duration_us" for part in ("input", "infer", "output"))
 _WAIT, _WAITING, _SLO = "request_queue_seconds", "request_queue_size", "slo_seconds"
+#: What instances waited for by a live delay, which Triton counts as compute time.
+_HELD = "pilot_held_us_total"
 _REJECTED = f"{FAILURE}:REJECTED"
 #: What of Triton's only ever grows until tritonserver, or the model, is started again.
 _GROWING = (SUCCESS, _COUNT, _EXECUTIONS, _QUEUE, *_COMPUTE)
@@ -46,7 +48,7 @@ _NO_DEMAND = {
     f"{PROCESSED}:{status}" for status in ("cancelled", "refused_rate", "refused_concurrency", "refused_unknown_class")
 }
 _FIRST_LOOK = "This is the first look at"
-_SERIES = "nv_inference_.+|pilot_wakes_total|pilot_companion_wakes_total"
+_SERIES = "nv_inference_.+|pilot_wakes_total|pilot_companion_wakes_total|pilot_held_us_total"
 _ENTRY_SERIES = f"{PROCESSED}|{LATENCY}|{_WAIT}_(sum|count)|{_WAITING}|{_SLO}"
 
 
@@ -211,11 +213,12 @@ def observe(
     refused = max(rejected, entry.rejected) + entry.refused
     growth = grown.get(PENDING, 0.0) + entry.growth
     executions = grown.get(_EXECUTIONS, 0.0)
-    sizes, utilisation = _executed(before, now, model, knobs.instances)
-    if utilisation is None and answered and executions:
+    sizes, busy = _executed(before, now, model)
+    if busy is None and answered and executions:
         # Batch-mates each count the whole time of their execution.
-        busy_us = sum(grown.get(name, 0.0) for name in _COMPUTE) * executions / answered
-        utilisation = busy_us / 1e6 / (knobs.instances * seconds)
+        busy = sum(grown.get(name, 0.0) for name in _COMPUTE) * executions / answered / 1e6 / seconds
+    if busy is not None:
+        busy = max(0.0, busy - max(0.0, grown.get(_HELD, 0.0)) / 1e6 / seconds) / knobs.instances
     rows = grown.get(_COUNT, 0.0)
     return Observation(
         at_s=at_s,
@@ -231,7 +234,7 @@ def observe(
         mean_batch=rows / executions if executions else math.nan,
         batch_sizes=sizes,
         p99_ms=entry.p99_ms if entry.is_there else _summary_ms(now.samples, model),
-        utilisation=utilisation if answered else 0.0,
+        utilisation=busy if answered else 0.0,
         arrivals_by_class={name: count / seconds for name, count in entry.arrivals.items()},
         p99_over_s=0.0 if entry.is_there else SUMMARY_S,
         max_batch_size=max_batch_size,
@@ -328,8 +331,8 @@ def _of_model(samples: Iterable[Sample], model: str) -> dict[str, float]:
     return top.gather(own, ("model",)).get((model,), {})
 
 
-def _executed(before: Reading, now: Reading, model: str, instances: int) -> tuple[dict[int, float], float | None]:
-    """Executions a second by rows, and the part of the time that instances were busy; nothing when it was loaded meanwhile."""
+def _executed(before: Reading, now: Reading, model: str) -> tuple[dict[int, float], float | None]:
+    """Executions a second by rows, and how many instances were busy in the mean; nothing when it was loaded meanwhile."""
     earlier, later = before.statistics.get(model), now.statistics[model]
     seconds = now.asked_s - before.asked_s
     if earlier is None or later.busy_ns < earlier.busy_ns or later.requests < earlier.requests or seconds <= 0:
@@ -338,7 +341,7 @@ def _executed(before: Reading, now: Reading, model: str, instances: int) -> tupl
     if min(grown.values(), default=0) < 0:
         return {}, None
     sizes = {size: count / seconds for size, count in sorted(grown.items()) if count}
-    return sizes, (later.busy_ns - earlier.busy_ns) / 1e9 / (max(1, instances) * seconds)
+    return sizes, (later.busy_ns - earlier.busy_ns) / 1e9 / seconds
 
 
 def _by_model(versions: Iterable[ModelStatistics]) -> dict[str, Counts]:

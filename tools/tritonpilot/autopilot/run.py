@@ -1,7 +1,7 @@
 """The autopilot as a process: one decision an interval until a signal, one leader, its own metrics.
 
-run(Settings(policy=Path("autopilot.yaml"), state=Path("state")), actor, expects, on_ready=print)      # /metrics at 8104
-entries = once(settings, actor, expects)                                    # one interval, one decision a model
+run(Settings(policy=Path("autopilot.yaml"), state=Path("state")), actor, on_ready=print)               # /metrics at 8104
+entries = once(settings, actor)                                             # one interval, one decision a model
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tritonpilot.autopilot.loop import Acts, Autopilot, Expects, Settings, said_of
+from tritonpilot.autopilot.loop import Acts, Autopilot, Settings, said_of
 from tritonpilot.autopilot.record import AutopilotMetrics, Entry, Folder
 from tritonpilot.errors import PortError
 from tritonpilot.ports import choose_ports
@@ -29,7 +29,6 @@ class Endpoints:
 def run(
     settings: Settings,
     actor: Acts,
-    expects: Expects,
     on_ready: Callable[[Endpoints], None],
     tell: Callable[[Entry], None] = lambda _: None,
 ) -> int:
@@ -39,7 +38,7 @@ def run(
     HostError where another autopilot works with that folder, and PortError for a port that is taken.
     """
     with Folder(settings.state) as folder, _signals() as stopped:
-        pilot = Autopilot(settings, folder, actor, expects, tell=tell)
+        pilot = Autopilot(settings, folder, actor, tell=tell)
         with _serving(pilot.metrics, settings) as endpoints:
             on_ready(endpoints)
             dry = " Nothing is changed: it is a dry run." if settings.is_dry_run else ""
@@ -53,12 +52,10 @@ def run(
     return stopped.number
 
 
-def once(
-    settings: Settings, actor: Acts, expects: Expects, tell: Callable[[Entry], None] = lambda _: None
-) -> list[Entry]:
+def once(settings: Settings, actor: Acts, tell: Callable[[Entry], None] = lambda _: None) -> list[Entry]:
     """Look for one interval, decide once for each model, and do it. Raises as `run`, and nothing for a Triton that is not there."""
     with Folder(settings.state) as folder:
-        pilot = Autopilot(settings, folder, actor, expects, tell=tell)
+        pilot = Autopilot(settings, folder, actor, tell=tell)
         pilot.look()
         time.sleep(pilot.policy.interval_s)
         return pilot.step()
