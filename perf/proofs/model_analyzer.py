@@ -121,12 +121,15 @@ def tuner_vs_model_analyzer(bench: Bench) -> Outcome:
                 "search_seconds": round(analyzed.search_s, 1),
                 "measured": [asdict(each) for each in analyzed.measured],
             },
-            "served": {
-                each.describe(): [
-                    {name: round(value, 2) for name, value in asdict(found[each]).items()} for found in kept
-                ]
+            "served": [
+                {
+                    **each.as_dict(),
+                    "rounds": [
+                        {name: round(value, 2) for name, value in asdict(found[each]).items()} for found in kept
+                    ],
+                }
                 for each in rates
-            },
+            ],
         },
     )
 
