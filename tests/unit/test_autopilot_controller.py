@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from paper import Curve, Known, Paper
+from unit.paper import Curve, Known, Paper
 
 from tritonpilot.autopilot.controller import Decision, Knobs, Model, State, after, decide
 from tritonpilot.autopilot.policy import ModelPolicy
