@@ -9,6 +9,7 @@ from perf.proofs import (
     bad_inputs,
     balancer,
     batching,
+    changes,
     client,
     compose_e2e,
     conformance,
@@ -137,6 +138,9 @@ CLAIMS = {
         Claim("tuner_vs_model_analyzer", model_analyzer.tuner_vs_model_analyzer, "of Model Analyzer's goodput", Bar(">", 1),
               "goodput of the tuner's choice for the text network, FP32 or INT8, against Model Analyzer's quick search, which has "
               "FP32; no worse with FP32 alone, at least 5 times sooner", needs_quiet=True),
+        Claim("changes_under_load", changes.changes_under_load, "of steady P99", Bar("<=", 1.5), "P99 of `ctr` while instances "
+              "come and go and its delay changes, 100 times, against nobody touching it; none fails, each verified within 5 s",
+              needs_quiet=True),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )
@@ -149,4 +153,5 @@ OPEN = {
     "tuner_follows_slo": "1.85 times on the emulated accelerator; for `ctr` both SLOs stand more than the sender can send",
     "tuner_vs_model_analyzer": "its run is to come",
     "balancer_kill": "its full run is to come",
+    "changes_under_load": "its full run is to come",
 }

@@ -65,12 +65,14 @@ NAMES = [
     "locust_constant",
     "locust_burst",
     "stranger_locked_out",
+    "balancer_kill",
     "loadgen_honesty",
     "simulator_speed",
     "simulator_error",
     "tuner_regret",
     "tuner_follows_slo",
     "tuner_vs_model_analyzer",
+    "changes_under_load",
     "demo_time",
 ]
 
