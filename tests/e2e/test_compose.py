@@ -13,11 +13,12 @@ import yaml
 
 from perf import compose as composing
 from tritonpilot import tritonserver
+from tritonpilot.autopilot import policy as policies
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SERVICES = {"triton", "entry", "watch", "prometheus", "alertmanager", "grafana"}
-PROFILES = {"load": {"locust"}, "balancer": {"triton-b", "haproxy"}}
+PROFILES = {"load": {"locust"}, "balancer": {"triton-b", "haproxy"}, "autopilot": {"autopilot"}}
 KEY = "a-key-of-the-tests-0123456789"
 
 
@@ -52,7 +53,7 @@ def test_the_services_and_their_profiles(services: dict[str, dict[str, Any]]) ->
 
     assert always == SERVICES
     assert by_profile == PROFILES
-    assert set(services) == SERVICES | PROFILES["load"] | PROFILES["balancer"]
+    assert set(services) == SERVICES.union(*PROFILES.values())
 
 
 def test_every_published_port_is_on_loopback(services: dict[str, dict[str, Any]]) -> None:
@@ -66,6 +67,7 @@ def test_every_published_port_is_on_loopback(services: dict[str, dict[str, Any]]
         "alertmanager": ["9093"],
         "grafana": ["3000"],
         "haproxy": ["8200", "8201", "8202"],
+        "autopilot": ["8104"],
     }
     assert all(port.startswith("127.0.0.1:") for each in ports.values() for port in each)
     assert all(default(port).split(":")[1] == port.rpartition(":")[2] for each in ports.values() for port in each)
@@ -143,6 +145,7 @@ def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
         "triton": ["triton_control_key"],
         "triton-b": ["triton_control_key"],
         "watch": ["triton_control_key"],
+        "autopilot": ["triton_control_key"],
         "alertmanager": ["alert_webhook_url"],
         "grafana": ["grafana_admin_password"],
         "haproxy": [name for name in compose["secrets"] if name not in ours],
@@ -223,6 +226,7 @@ def test_the_start_is_ordered(services: dict[str, dict[str, Any]]) -> None:
         "alertmanager": {},
         "entry": {"triton": "healthy"},
         "watch": {"triton": "started"},
+        "autopilot": {"triton": "started"},
         "prometheus": {"triton": "healthy", "alertmanager": "started"},
         "grafana": {"prometheus": "healthy"},
         "haproxy": {"triton": "healthy", "triton-b": "healthy"},
@@ -261,9 +265,10 @@ def test_the_build_context_holds_only_what_the_dockerfiles_copy(services: dict[s
         (["-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml"], SERVICES),
         (["--profile", "load"], SERVICES | PROFILES["load"]),
         (["--profile", "balancer"], SERVICES | PROFILES["balancer"]),
+        (["--profile", "autopilot"], SERVICES | PROFILES["autopilot"]),
         (["-f", "docker-compose.engines.yml"], {"engine"}),
     ],
-    ids=["cpu", "gpu", "load", "balancer", "engines"],
+    ids=["cpu", "gpu", "load", "balancer", "autopilot", "engines"],
 )
 def test_compose_v2_accepts_the_files(arguments: list[str], expected: set[str]) -> None:
     command = composing.find()
@@ -288,6 +293,12 @@ def test_tls_files_of_the_balancer_are_secrets_only_when_they_are_named(
         secret = variable.lower()
         assert environment[variable] == f"${{{variable}:+/run/secrets/{secret}}}", "empty: not set"
         assert compose["secrets"][secret] == {"file": f"${{{variable}:-/dev/null}}"}
+
+
+def test_the_policy_of_the_autopilot_is_one_for_the_examples() -> None:
+    policy = policies.read(DEPLOY / "autopilot" / "autopilot.yaml")
+
+    assert {each.model for each in policy.models} <= {path.parent.name for path in ROOT.glob("models/*/service.yaml")}
 
 
 def test_a_folder_of_tenants_closes_the_entry_to_others() -> None:

@@ -132,10 +132,15 @@ def test_prometheus_scrapes_and_tells_services_of_the_compose_file() -> None:
         "entry": [{"targets": ["entry:8102"]}],
         "watch": [{"targets": ["watch:8103"]}],
         "balancer": None,
+        "autopilot": None,
     }
-    assert looked_up == {"triton": [(["triton-b"], 8002)], "balancer": [(["haproxy"], 8202)]}
+    assert looked_up == {
+        "triton": [(["triton-b"], 8002)],
+        "balancer": [(["haproxy"], 8202)],
+        "autopilot": [(["autopilot"], 8104)],
+    }
     assert config["alerting"] == {"alertmanagers": [{"static_configs": [{"targets": ["alertmanager:9093"]}]}]}
-    assert {"triton", "entry", "watch", "triton-b", "haproxy", "alertmanager"} <= services
+    assert {"triton", "entry", "watch", "triton-b", "haproxy", "alertmanager", "autopilot"} <= services
 
 
 def _headings(file: str) -> list[str]:
