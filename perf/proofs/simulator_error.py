@@ -8,12 +8,9 @@ each load; a load during which it changed much is sent again.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +105,11 @@ def simulator_error(bench: Bench) -> Outcome:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tritonpilot-proof-")))
         core = bench.cores.server
         for subject in _subjects(folder):
-            with (
-                Stage(subject.service, PROJECT / "models", cpus=[core], on_progress=bench.say) as stage,
-                _awake(core),
-            ):
+            # On virtual machines a core that was at rest is up to twice as slow for the next moments, and how often it rests
+            # depends on the host. Ours are to be compared, not the host's.
+            with Stage(
+                subject.service, PROJECT / "models", cpus=[core], stays_awake=True, on_progress=bench.say
+            ) as stage:
                 trials += _trials(bench, subject, stage, random)
     errors = [abs(trial.p99_error) for trial in trials]
     throughput = [abs(trial.throughput_error) for trial in trials]
@@ -281,22 +279,6 @@ def _capacity_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
         return requests / (execution_us + requests * each_us) * 1e6 * costs.cores
     cpu_us = each_us + (costs.host_us + costs.host_request_us * requests) / requests
     return min(setting.instances * requests / execution_us, costs.cores / cpu_us) * 1e6
-
-
-@contextmanager
-def _awake(core: int) -> Iterator[None]:
-    """Keep a core from resting: a process that runs only while nobody else wants it (SCHED_IDLE).
-
-    On virtual machines a core that was at rest is up to twice as slow for the next moments, and how often it rests depends on
-    the host. Ours are to be compared, not the host's.
-    """
-    spin = f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
-    process = subprocess.Popen([sys.executable, "-S", "-c", f"{spin}\nwhile os.getppid() == {os.getpid()}: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _statistics(stage: Stage) -> ModelStatistics:

@@ -161,6 +161,28 @@ def test_the_front_end_and_an_execution_share_a_core():
     assert found.cpu_cores == pytest.approx(2.3 / 1000.5)
 
 
+@pytest.mark.parametrize(
+    ("guard_us", "execution_us"),
+    # The second request comes after 0.4 ms of the first one's execution and takes 0.1 ms from it, or waits for its end. The reply
+    # waits before the second execution begins and takes 0.05 ms from it always.
+    [(0.0, (1100 + 1050) / 2), (300.0, (1100 + 1050) / 2), (600.0, (1100 + 1050) / 2), (1400.0, (1000 + 1050) / 2)],
+)
+def test_an_execution_keeps_its_core_for_its_first_slice(guard_us: float, execution_us: float):
+    costs = replace(FLAT, front_us=100.0, reply_us=50.0, guard_us=guard_us)
+    found = served(Batcher(0, 1), arriving(0, 0.5), costs)
+    assert found.execution_us == pytest.approx(execution_us)
+    assert latencies_ms(found) == pytest.approx((1.25, 1.8))
+
+
+def test_what_comes_within_the_first_slice_is_queued_at_its_end():
+    costs = replace(FLAT, front_us=100.0, guard_us=600.0)
+    # The first is executed from 1.1 on. The second comes at 1.2, gets the core at once or at 1.7, and is delayed by 1 ms from
+    # 0.1 ms later on.
+    first = served(Batcher(1000, 2), arriving(0, 1.2), replace(costs, guard_us=0.0))
+    assert latencies_ms(first) == pytest.approx((2.1, 2.2))  # the second, the first
+    assert latencies_ms(served(Batcher(1000, 2), arriving(0, 1.2), costs)) == pytest.approx((2.2, 2.6))
+
+
 def test_an_execution_gets_its_core_back_once_the_front_end_had_a_slice_too_much():
     load, costs = arriving(0, *[0.5] * 100), replace(FLAT, front_us=100.0)
     found = served(Batcher(0, 128), load, costs, replace(SHARP, slice_us=300.0))

@@ -52,6 +52,7 @@ class Costs:
     is_on_cpu: bool = True
     host_us: float = 0.0  # CPU of an execution whose device is not the CPU
     host_request_us: float = 0.0  # more for each request in it
+    guard_us: float = 0.0  # so long an execution that begins keeps its core from who wakes up (machine.slice_us)
 
     def __post_init__(self) -> None:
         """Raises SpecError: costs are read from files, too."""
@@ -149,7 +150,7 @@ def _wrong(costs: Costs) -> list[str]:
         found.append(f"rows holds {_named(strange)}, not whole numbers from 1 to {MOST_ROWS}")
     elif any(a >= b for a, b in itertools.pairwise(rows)):
         found.append(f"rows do not rise: {list(rows)}")
-    for name in ("execution_us", "request_us", *_CPU_TIMES):
+    for name in ("execution_us", "request_us", "guard_us", *_CPU_TIMES):
         value = getattr(costs, name)
         strange = [time for time in (value if name in lists else (value,)) if not _is_within(time, HOUR_US)]
         if strange:

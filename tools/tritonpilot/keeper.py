@@ -44,6 +44,7 @@ class Job(TypedDict):
     argv: list[str]
     env: dict[str, str]
     cpus: list[int]  # empty: as the keeper's own
+    stays_awake: bool  # no core of `cpus` rests
     log_file: str
     parent: int  # pid of the process that asks
     http_ports: list[int]  # of HTTP and metrics
@@ -62,6 +63,9 @@ def main() -> None:
     if server == 0:
         _become_tritonserver(job, keeper, mask)
     _own_group(server)
+    for core in job["cpus"] if job["stays_awake"] else ():
+        if os.fork() == 0:
+            _keep_awake(core, keeper)
     _say(f"pid {server}")
     status = _watch(server, job)
     end_group(server)
@@ -182,6 +186,24 @@ def _become_tritonserver(job: Job, keeper: int, mask: set[int | signal.Signals])
         os.write(2, f"tritonserver could not be executed: {failed}\n".encode())
     finally:
         os._exit(127)
+
+
+def _keep_awake(core: int, keeper: int) -> None:
+    """In a child: run whenever nobody else wants the core (SCHED_IDLE). Never returns.
+
+    In our session: Linux shares a core between sessions first (autogroup of sched(7)), and one that only has SCHED_IDLE threads
+    gets as much as tritonserver's.
+    """
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.sched_setaffinity(0, {core})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        for inherited in (0, 1):  # who reads the keeper's words waits for their end
+            os.close(inherited)
+        while os.getppid() == keeper:
+            pass
+    finally:
+        os._exit(0)
 
 
 def _own_group(pid: int) -> None:

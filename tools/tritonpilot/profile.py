@@ -104,7 +104,8 @@ def profile(
             say(f"profiling {model!r}: pass {number} of {passes} over {len(shapes)} shapes of requests")
             found.append(caller.once(shapes))
     bursts = [_median([each[place] for each in found]) for place in range(len(shapes))]
-    return Profile(model, fit(bursts, cores=cores, is_on_cpu=is_on_cpu), tuple(bursts), time.monotonic() - began)
+    costs = replace(fit(bursts, cores=cores, is_on_cpu=is_on_cpu), guard_us=machine.slice_us())
+    return Profile(model, costs, tuple(bursts), time.monotonic() - began)
 
 
 def speed(server: EmbeddedServer, model: str, samples: Arrays, known: Profile, *, max_rows: int = MOST_ROWS) -> float:

@@ -75,8 +75,9 @@ class EmbeddedServer:
     """One tritonserver on loopback with explicit model control.
 
     `models` are loaded at the start (None: all in `repository`, but the companion only where a model needs it). A port of 0
-    is a free one. `cpus` pins tritonserver and its stubs. `env` is added to their environment. `log_file` is appended to; without
-    it the log is in the temporary folder and goes with it.
+    is a free one. `cpus` pins tritonserver and its stubs, `stays_awake` keeps these cores from resting (measurements on virtual
+    machines, where a core that was at rest is slow for a while). `env` is added to their environment. `log_file` is
+    appended to; without it the log is in the temporary folder and goes with it.
     `strict_config` forbids Triton to complete a config.pbtxt. `rate_limit` switches the rate limiter on, `rate_limit_resources`
     too and says how many of each resource there are; `cache_size_bytes` > 0 gives the response cache that much.
     `http_threads` (0: Triton's default, 8): one costs the least CPU time on a single core, but a load call over HTTP holds it.
@@ -97,6 +98,7 @@ class EmbeddedServer:
         grpc_port: int = 0,
         metrics_port: int = 0,
         cpus: Sequence[int] | None = None,
+        stays_awake: bool = False,
         log_file: Path | None = None,
         extra_args: Sequence[str] = (),
         strict_config: bool = False,
@@ -116,6 +118,7 @@ class EmbeddedServer:
         self._all_models = models is None
         self._wanted_ports = (http_port, grpc_port, metrics_port)
         self._cpus = tuple(cpus or ())
+        self._stays_awake = stays_awake
         self._given_log_file = log_file
         self._extra_args = tuple(extra_args)
         self._strict_config = strict_config
@@ -394,6 +397,7 @@ class EmbeddedServer:
                 argv=arguments(installation, backends, options),
                 env=environ,
                 cpus=list(self._cpus),
+                stays_awake=self._stays_awake,
                 log_file=str(self._log.path),
                 parent=os.getpid(),
                 http_ports=[ports[0], ports[2]],

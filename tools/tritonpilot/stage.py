@@ -44,7 +44,7 @@ class Stage:
     """A server with one service (a Triton model: see `setting.find`) under changing settings.
 
     `models` is the folder of service files, for the models that a pipeline's driver calls. `cpus` pins the server;
-    `http_threads` as EmbeddedServer's. Errors: SpecError, ModelError, ServerError, HostError.
+    `stays_awake` and `http_threads` as EmbeddedServer's. Errors: SpecError, ModelError, ServerError, HostError.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Stage:
         models: Path = Path("models"),
         *,
         cpus: Sequence[int] | None = None,
+        stays_awake: bool = False,
         http_threads: int = 0,
         target: Target = "auto",
         log_file: Path | None = None,
@@ -64,6 +65,7 @@ class Stage:
         """What is served now; None before the first `apply`, and after one that failed."""
         self._models = models
         self._cpus = cpus
+        self._stays_awake = stays_awake
         self._http_threads = http_threads
         self._target: Target = target
         self._log_file = log_file
@@ -184,6 +186,7 @@ class Stage:
         server = EmbeddedServer(
             self._root,
             cpus=self._cpus,
+            stays_awake=self._stays_awake,
             http_threads=self._http_threads,
             log_file=self._log_file,
             probe_inputs=self._probe_inputs(),

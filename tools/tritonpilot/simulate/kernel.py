@@ -48,15 +48,16 @@ IN, OUT, WAKE = 0, 1, 2
 INTEGERS = (
     "instances max_batch threads cores most_running most_preferred "  # what is given
     "queued_rows queued next_preferred mode current ring_head ring_tail idle pending pending_rows ordered "
-    "job_head job_tail on_cpu front_runs executions wakes following starts leaving"
+    "job_head job_tail guarded_from on_cpu front_runs executions wakes following starts leaving"
 )
 REALS = (
     "delay_us request_us front_us front_row_us reply_us host_us host_request_us slack_us slice_us batcher_first "
-    "now batcher_at executed speed resumed_at owed_us gate_at busy_us cpu_us"
+    "guard_us now batcher_at executed speed resumed_at owed_us gate_at guarded_until busy_us cpu_us"
 )
 CLAIMS = "prefetches keeps_order has_waker is_on_cpu is_saturated is_turn"
 #: One row: what is given and what changes of the server. `executed` is the clock of executions on the CPU, which runs at `speed`;
-#: `owed_us` is how much longer they must have the cores until the front end has had no more than its share.
+#: `owed_us` is how much longer they must have the cores until the front end has had no more than its share. Until that clock
+#: shows `guarded_until`, jobs from number `guarded_from` on wait for who executes.
 SERVER = np.dtype(
     [(name, "i8") for name in INTEGERS.split()]
     + [(name, "f8") for name in REALS.split()]
@@ -180,7 +181,11 @@ def serve(
             add_job(s, jobs, following * 3 + IN)
             following += 1
         elif event == 4:
-            s.gate_at, s.owed_us, s.is_turn = np.inf, 0.0, False
+            s.gate_at = np.inf
+            if s.is_turn:
+                s.owed_us, s.is_turn = 0.0, False
+            else:
+                s.guarded_until = -np.inf
         elif event == 5:
             is_notified = is_timer = True
         else:
@@ -223,7 +228,8 @@ def run_front(
 ) -> bool:
     """Begin waiting jobs where a core is free, or the front end's turn. Whether one has notified the batcher.
 
-    As Linux shares cores: who wakes up gets the core at once, unless its side has had a slice more than its share.
+    As Linux shares cores: who wakes up gets the core when who has it has run for a first slice (`guard_us`) or sleeps, unless its
+    side has had more than its share.
     """
     is_notified = False
     while s.job_head < s.job_tail:
@@ -244,6 +250,10 @@ def run_front(
             break
         if s.on_cpu > 0 and s.cores - s.front_runs - s.on_cpu * s.threads < 1:
             pay_back(now, s)
+            if s.executed < s.guarded_until and s.job_head >= s.guarded_from:
+                set_speed(s)
+                s.resumed_at, s.gate_at = now, now + (s.guarded_until - s.executed) / s.speed
+                break
             if s.is_turn or s.owed_us >= s.slice_us:
                 s.is_turn = True
                 s.resumed_at, s.gate_at = now, now + s.owed_us
@@ -618,6 +628,8 @@ def begin(now: float, number: int, s: Row, requests: Table, payload: Row, instan
         instance.ends_us = now + total_us
         return
     instance.ends_cpu = s.executed + cpu_us
+    if s.on_cpu == 0:  # who waits already has the core first: the execution wakes up behind them
+        s.guarded_until, s.guarded_from = s.executed + s.guard_us, s.job_tail
     s.on_cpu += 1
     if s.on_cpu == 1:  # it does not take the core from jobs that wait
         s.resumed_at = np.inf if s.front_runs > 0 or s.job_head < s.job_tail else now

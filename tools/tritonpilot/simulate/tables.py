@@ -75,6 +75,7 @@ def server(batcher: Batcher, costs: Costs, host: Host, seed: int) -> npt.NDArray
         **{name: getattr(costs, name) for name in ("host_us", "host_request_us", "is_on_cpu", "factor")},
         "slack_us": host.timer_slack_us,
         "slice_us": host.slice_us,
+        "guard_us": costs.guard_us,
         "batcher_first": host.batcher_first,
         "idle": batcher.instances,
         "random": np.random.SeedSequence(seed).generate_state(1, np.uint64)[0],
