@@ -10,6 +10,7 @@ from perf.proofs import (
     balancer,
     batching,
     changes,
+    chart,
     client,
     compose_e2e,
     conformance,
@@ -141,6 +142,8 @@ CLAIMS = {
         Claim("changes_under_load", changes.changes_under_load, "of steady P99", Bar("<=", 1.5), "P99 of `ctr` while instances "
               "come and go and its delay changes, 100 times, against nobody touching it; none fails, each verified within 5 s",
               needs_quiet=True),
+        Claim("helm_valid", chart.helm_valid, "problems", Bar("<=", 0), "problems that helm lint --strict, the strict schemas of "
+              "Kubernetes 1.25 to 1.37 and KEDA's types find in what the helm chart makes of four sets of values"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )
@@ -154,4 +157,5 @@ OPEN = {
     "tuner_vs_model_analyzer": "its run is to come",
     "balancer_kill": "its full run is to come",
     "changes_under_load": "its full run is to come",
+    "helm_valid": "its full run is to come",
 }

@@ -73,6 +73,7 @@ NAMES = [
     "tuner_follows_slo",
     "tuner_vs_model_analyzer",
     "changes_under_load",
+    "helm_valid",
     "demo_time",
 ]
 
