@@ -9,11 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from programs import program
 
 from perf.open_loop import Request, Sender
 from perf.prometheus import scraping
+from perf.relay import Relay, relayed
 from perf.subjects import Served, entered
 from tritonpilot import metrics
 from tritonpilot.autopilot import observe
@@ -47,7 +46,7 @@ max_batch_size: 1
 input [{name: "INPUT" data_type: TYPE_FP32 dims: [-1]}]
 output [{name: "OUTPUT" data_type: TYPE_FP32 dims: [-1]}]
 instance_group [{kind: KIND_CPU count: 1}]
-dynamic_batching { priority_levels: 2 default_priority_level: 1 }
+dynamic_batching { }
 parameters { key: "pilot_classes" value { string_value: "realtime:1,batch:2" } }
 parameters { key: "pilot_slos_ms" value { string_value: "realtime:2000" } }
 """
@@ -292,54 +291,33 @@ def test_a_wrong_policy_file_is_refused_at_the_start(server: EmbeddedServer, pol
         once(settings_of(server, policy), None)  # type: ignore[arg-type]
 
 
-class Relay:
-    """A page of metrics that can be cut off and frozen."""
-
-    def __init__(self, target: str) -> None:
-        self.target = f"http://{target}/metrics"
-        self.frozen: bytes | None = None
-        relay = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(relay.frozen if relay.frozen is not None else relay.fetch())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self.http.server_port}"
-
-    def fetch(self) -> bytes:
-        with urllib.request.urlopen(self.target, timeout=5) as answer:
-            content: bytes = answer.read()
-        return content
-
-
 @pytest.fixture
 def relay(server: EmbeddedServer) -> Iterator[Relay]:
-    found = Relay(server.endpoints.metrics)
-    thread = threading.Thread(target=found.http.serve_forever, args=(0.05,))
-    thread.start()
-    yield found
-    found.http.shutdown()
-    found.http.server_close()
-    thread.join()
+    with relayed(server.endpoints.metrics) as found:
+        yield found
 
 
 def test_frozen_metrics_change_nothing_and_are_told(server: EmbeddedServer, policy: Path, relay: Relay) -> None:
     with flooded(server, 60), piloting(server, policy, metrics=relay.address) as piloted:
-        relay.frozen = relay.fetch()  # a long queue, for ever
+        relay.freeze("/metrics")  # a long queue, for ever
         piloted.pilot.look()
-        time.sleep(2)
+        answered = metrics.statistics(server.endpoints.grpc, "slow").success
+        waits(lambda: metrics.statistics(server.endpoints.grpc, "slow").success > answered + 15)
         entry = piloted.step()
         assert entry.event == "keep", entry
         assert "stand still, but gRPC counted" in entry.said
-        relay.frozen = None
+        relay.thaw()
         piloted.until(lambda each: each.seen is not None and not each.seen.problem)
     assert piloted.events()[:2] == ["problem", "recovered"]
+
+
+def test_a_page_that_is_cut_off_changes_nothing_and_is_told(server: EmbeddedServer, policy: Path, relay: Relay) -> None:
+    with flooded(server), piloting(server, policy, metrics=relay.address) as piloted:
+        relay.is_cut = True
+        assert piloted.step().event == "keep"
+        relay.is_cut = False
+        piloted.until(lambda each: each.event == "change")
+    assert piloted.events() == ["problem", "recovered", "change"]
 
 
 def call(entry_http: str, times: int) -> None:

@@ -74,6 +74,7 @@ NAMES = [
     "tuner_vs_model_analyzer",
     "changes_under_load",
     "helm_valid",
+    "autopilot_chaos",
     "demo_time",
 ]
 
