@@ -7,6 +7,7 @@ from perf.proofs import (
     accuracy,
     alerts,
     autopilot_chaos,
+    autopilot_phases,
     bad_inputs,
     balancer,
     batching,
@@ -140,6 +141,8 @@ CLAIMS = {
         Claim("tuner_vs_model_analyzer", model_analyzer.tuner_vs_model_analyzer, "of Model Analyzer's goodput", Bar(">", 1),
               "goodput of the tuner's choice for the text network, FP32 or INT8, against Model Analyzer's quick search, which has "
               "FP32; no worse with FP32 alone, at least 5 times sooner", needs_quiet=True),
+        Claim("autopilot_phases", autopilot_phases.autopilot_phases, "of the best static", Bar(">=", 0.98), "goodput of `ctr` under "
+              "the autopilot, from 30 s after each shift, in the worst of four phases of traffic", needs_quiet=True),
         Claim("changes_under_load", changes.changes_under_load, "of steady P99", Bar("<=", 1.5), "P99 of `ctr` while instances "
               "come and go and its delay changes, 100 times, against nobody touching it; none fails, each verified within 5 s",
               needs_quiet=True),
@@ -160,6 +163,7 @@ OPEN = {
     "tuner_follows_slo": "1.85 times on the emulated accelerator; for `ctr` both SLOs stand more than the sender can send",
     "tuner_vs_model_analyzer": "its run is to come",
     "balancer_kill": "its full run is to come",
+    "autopilot_phases": "its full run is to come",
     "changes_under_load": "its full run is to come",
     "helm_valid": "its full run is to come",
     "autopilot_chaos": "its full run is to come",
