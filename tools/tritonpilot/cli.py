@@ -25,7 +25,7 @@ from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
-from tritonpilot.commands import load, plan, simulate, tune
+from tritonpilot.commands import autopilot, costs, load, plan, simulate, tune
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
@@ -486,6 +486,8 @@ def measure(
         show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
 
 
+app.command("autopilot", epilog=autopilot.EPILOG)(autopilot.command)
+app.command("costs", epilog=costs.EPILOG)(costs.command)
 app.command("load", epilog=load.EPILOG)(load.command)
 app.command("sweep", epilog=sweeping.EPILOG)(sweeping.command)
 app.command("simulate", epilog=simulate.EPILOG)(simulate.command)

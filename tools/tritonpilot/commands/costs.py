@@ -1,14 +1,21 @@
-"""What do requests and executions of a service cost here? Measured once, for the commands that simulate.
+"""`tritonpilot costs`: what do requests and executions of a service cost here? Measured once, for what simulates.
 
+app.command("costs", epilog=EPILOG)(command)
 known = measure(service, models, cpus=[0], save=Path("build/costs-ctr.json"))
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Annotated, Optional
 
-from tritonpilot.commands.options import narrate
+import typer
+
+from tritonpilot import setting as settings
+from tritonpilot import spec
+from tritonpilot.commands.options import MODELS, Cpus, Json, Models, cpu_list, narrate
 from tritonpilot.costs import Costs
 from tritonpilot.errors import HostError
 from tritonpilot.profile import profile
@@ -16,6 +23,25 @@ from tritonpilot.setting import Setting
 from tritonpilot.spec import Service
 from tritonpilot.stage import Stage
 from tritonpilot.tune.wish import runs_on_cpu
+
+EPILOG = "Example: tritonpilot costs ctr --file ctr.costs.json --cpus 0"
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="Service, or one model of a pipeline (image_net).", metavar="SERVICE")],
+    file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where they go. Default: build/costs-SERVICE.json."),
+    ] = None,
+    cpus: Cpus = "",
+    models: Models = MODELS,
+    as_json: Json = False,
+) -> None:
+    """Measure, for a few seconds on a real server, what requests and executions cost: for `simulate`, `plan` and `autopilot`."""
+    service = settings.find(spec.load_services(models), name)
+    found = measure(service, models, cpu_list(cpus), file or Path("build") / f"costs-{service.service}.json")
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
 
 
 def measure(service: Service, models: Path, cpus: list[int] | None, save: Path | None) -> Costs:
