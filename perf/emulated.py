@@ -8,7 +8,7 @@ Each name becomes a service; the text is its service file without the name and t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +45,12 @@ def services_of(folder: Path, texts: Mapping[str, str], curve: str = V100, *, se
 
 def repository_of(folder: Path, texts: Mapping[str, str], curve: str = V100, *, seed: int = 0) -> Path:
     """A repository in `folder` with these services."""
-    services = services_of(folder, texts, curve, seed=seed)
+    return published(folder, list(services_of(folder, texts, curve, seed=seed).values()))
+
+
+def published(folder: Path, services: Sequence[Service]) -> Path:
+    """A repository in `folder` with services that were written there."""
     root = folder / "model_repository"
     root.mkdir()
-    repository.publish(root, [plan.folder for plan in build.plan(list(services.values()), "auto")])
+    repository.publish(root, [plan.folder for plan in build.plan(services, "auto")])
     return root
