@@ -127,6 +127,7 @@ class Autopilot:
         self._proposed: dict[str, Knobs] = {}
         """What a dry run has told already."""
         self._before: Reading | None = None
+        self._began_s = time.monotonic()
         self._memories: dict[str, Memory] = {}
         clock_s = 0.0
         try:
@@ -141,13 +142,19 @@ class Autopilot:
         """The clock of observations."""
         return time.monotonic() + self._clock_offset_s
 
+    def left_s(self) -> float:
+        """Until this interval is as long as the policy wants it."""
+        return self._began_s + self.policy.interval_s - time.monotonic()
+
     def look(self) -> None:
         """Begin an interval."""
+        self._began_s = time.monotonic()
         self._before = observe.read(self._source, self._settings.triton_grpc)
 
     def step(self) -> list[Entry]:
         """End an interval: decide for each model, and do it. Returns what was decided, `keep` too."""
         self._follow_policy()
+        self._began_s = time.monotonic()
         now = observe.read(self._source, self._settings.triton_grpc)
         if self._before is not None and not observe.is_newer(self._before, now):
             return []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tritonpilot.autopilot.loop import Acts, Autopilot, Settings, said_of
+from tritonpilot.autopilot.loop import PATIENCE_INTERVALS, Acts, Autopilot, Settings, said_of
 from tritonpilot.autopilot.record import AutopilotMetrics, Entry, Folder
 from tritonpilot.errors import PortError
 from tritonpilot.ports import choose_ports
@@ -43,10 +43,8 @@ def run(
             on_ready(endpoints)
             dry = " Nothing is changed: it is a dry run." if settings.is_dry_run else ""
             pilot.log(Entry("", "started", f"The autopilot follows {said_of(pilot.policy)}.{dry}"))
-            began_s = time.monotonic()
             pilot.look()
-            while not stopped.is_set_within(began_s + pilot.policy.interval_s - time.monotonic()):
-                began_s = time.monotonic()
+            while not stopped.is_set_within(pilot.left_s()):
                 pilot.step()
             pilot.log(Entry("", "stopped", "The autopilot was stopped; the settings stay as they are."))
     return stopped.number
@@ -57,8 +55,11 @@ def once(settings: Settings, actor: Acts, tell: Callable[[Entry], None] = lambda
     with Folder(settings.state) as folder:
         pilot = Autopilot(settings, folder, actor, tell=tell)
         pilot.look()
-        time.sleep(pilot.policy.interval_s)
-        return pilot.step()
+        for _ in range(PATIENCE_INTERVALS):  # a Prometheus may scrape more rarely
+            time.sleep(max(0.0, pilot.left_s()))
+            if entries := pilot.step():
+                return entries
+    return []
 
 
 class _Stopped:
