@@ -139,8 +139,8 @@ CLAIMS = {
         Claim("tuner_follows_slo", tuning.tuner_follows_slo, "times the goodput", Bar(">", 1), "goodput of what is chosen for 100 "
               "ms against what is chosen for 20 ms, on the real server; on an emulated accelerator batches grow", needs_quiet=True),
         Claim("tuner_vs_model_analyzer", model_analyzer.tuner_vs_model_analyzer, "of Model Analyzer's goodput", Bar(">", 1),
-              "goodput of the tuner's choice for an emulated V100 within 50 ms, on the real server, against that of Model Analyzer's "
-              "quick search; at least 5 times sooner", needs_quiet=True),
+              "goodput of the tuner's choice for an emulated V100 within 50 ms, on the real server, against that of Model "
+              "Analyzer's quick search; at least 5 times sooner", needs_quiet=True),
         Claim("autopilot_phases", autopilot_phases.autopilot_phases, "of the best static", Bar(">=", 0.98), "goodput of `ctr` under "
               "the autopilot, from 30 s after each shift, in the worst of four phases of traffic", needs_quiet=True),
         Claim("changes_under_load", changes.changes_under_load, "of steady P99", Bar("<=", 1.5), "P99 of `ctr` while instances "
