@@ -10,7 +10,7 @@ import pytest
 from tritonpilot.arrivals import Stream, traffic
 from tritonpilot.autopilot import controller, replay
 from tritonpilot.autopilot.controller import Decision, Knobs
-from tritonpilot.autopilot.picture import png
+from tritonpilot.autopilot.picture import lines, png
 from tritonpilot.autopilot.policy import Instances, ModelPolicy, QueueDelay, QueueLimit
 from tritonpilot.autopilot.replay import Case, compare, play, static
 from tritonpilot.costs import Costs
@@ -151,5 +151,8 @@ def test_many_instances_are_tried_in_steps():
 
 def test_a_comparison_is_drawn():
     found = compare(case(), {"queue_depth": None})
-    assert png(case(), found, "bursts").startswith(b"\x89PNG")
+    drawn = lines(found)
+    assert [line.name for line in drawn] == [each.name for each in found.all]
+    assert {len(line.instances) for line in drawn} == {60}
+    assert png("bursts", case().traffic, 0.5, drawn).startswith(b"\x89PNG")
     assert all(math.isfinite(row["p99_ms"]) for row in found.rows())

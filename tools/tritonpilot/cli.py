@@ -25,7 +25,7 @@ from tritonpilot import engine as engines
 from tritonpilot import repository as repositories
 from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
-from tritonpilot.commands import autopilot, costs, load, plan, simulate, tune
+from tritonpilot.commands import autopilot, costs, load, plan, replay, simulate, tune
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
@@ -493,6 +493,7 @@ app.command("sweep", epilog=sweeping.EPILOG)(sweeping.command)
 app.command("simulate", epilog=simulate.EPILOG)(simulate.command)
 app.command("tune", epilog=tune.EPILOG)(tune.command)
 app.command("plan", epilog=plan.EPILOG)(plan.command)
+app.command("replay", epilog=replay.EPILOG)(replay.command)
 
 
 @app.command(epilog="Example: tritonpilot top --entry 127.0.0.1:8102; tritonpilot top --once --json")

@@ -1,29 +1,46 @@
-"""A replay drawn: the traffic, and what each way to set the server did and missed.
+"""A day drawn: the traffic, and what each way to set the server did and missed, replayed or measured.
 
-path.write_bytes(png(case, comparison, "ctr"))
+path.write_bytes(png("ctr", traffic, interval_s, lines(comparison)))
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from tritonpilot.autopilot.controller import Knobs
-from tritonpilot.autopilot.replay import Case, Comparison, Played
+from tritonpilot.arrivals import Traffic
+from tritonpilot.autopilot.replay import Comparison, Played
 from tritonpilot.errors import HostError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEST, WORST = "#616161", "#c62828"
+STATIC = ("#616161", "#c62828", "#8d6e63")
 COLOURS = ("#1565c0", "#ff7f0e", "#2e7d32", "#9467bd")
 
 
-def png(case: Case, comparison: Comparison, title: str) -> bytes:
+@dataclass(frozen=True)
+class Line:
+    """One way to set the server, interval by interval. `missed`: requests due in each that were not answered in time."""
+
+    name: str
+    instances: Sequence[float]
+    delay_ms: Sequence[float]
+    missed: Sequence[int]
+    is_static: bool = False
+
+
+def lines(comparison: Comparison) -> list[Line]:
+    """What is drawn of a replay."""
+    return [_line_of(each) for each in comparison.all]
+
+
+def png(title: str, traffic: Traffic, interval_s: float, drawn: Sequence[Line]) -> bytes:
     """The picture. Raises HostError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,17 +52,18 @@ def png(case: Case, comparison: Comparison, title: str) -> bytes:
     figure = Figure(figsize=(11, 9), layout="constrained")
     FigureCanvasAgg(figure)
     arrivals, instances, delays, missed = figure.subplots(4, 1, sharex=True, height_ratios=[2, 2, 1, 2])
-    ends_s = _ends_s(case, comparison.best)
-    counts, edges = np.histogram(case.traffic.at_s, bins=[0.0, *ends_s])
+    edges = np.minimum(np.arange(len(drawn[0].missed) + 1) * interval_s, traffic.seconds)
+    counts, _ = np.histogram(traffic.at_s, bins=edges)
     arrivals.stairs(counts / np.diff(edges), edges, color="#37474f", fill=True, alpha=0.4)
     arrivals.set_ylabel("requests/s")
     arrivals.set_title(title)
-    drawn = [(comparison.best, BEST, "--"), (comparison.worst, WORST, "--")]
-    drawn += [(each, COLOURS[place % len(COLOURS)], "-") for place, each in enumerate(comparison.policies)]
-    for played, colour, line in drawn:
-        _line(instances, edges, [knobs.instances for knobs in _knobs(played, len(ends_s))], colour, line, played.name)
-        _line(delays, edges, [knobs.queue_delay_us / 1e3 for knobs in _knobs(played, len(ends_s))], colour, line)
-        _line(missed, edges, np.cumsum(played.missed).tolist(), colour, line)
+    static, moving = iter(STATIC * len(drawn)), iter(COLOURS * len(drawn))
+    for line in drawn:
+        colour = next(static if line.is_static else moving)
+        style = "--" if line.is_static else "-"
+        _stairs(instances, edges, line.instances, colour, style, line.name)
+        _stairs(delays, edges, line.delay_ms, colour, style)
+        _stairs(missed, edges, np.cumsum(line.missed).tolist(), colour, style)
     instances.set_ylabel("instances")
     instances.set_ylim(bottom=0)
     instances.legend(fontsize=8, loc="upper left")
@@ -59,17 +77,23 @@ def png(case: Case, comparison: Comparison, title: str) -> bytes:
     return content.getvalue()
 
 
-def _ends_s(case: Case, played: Played) -> list[float]:
-    count = len(played.missed)
-    return [min((place + 1) * case.interval_s, case.traffic.seconds) for place in range(count)]
+def _line_of(played: Played) -> Line:
+    knobs = [step.seen.knobs for step in played.steps] or [played.first] * len(played.missed)
+    return Line(
+        played.name,
+        [each.instances for each in knobs],
+        [each.queue_delay_us / 1e3 for each in knobs],
+        played.missed,
+        is_static=not played.steps,
+    )
 
 
-def _knobs(played: Played, count: int) -> Sequence[Knobs]:
-    """What was set during each interval."""
-    return [step.seen.knobs for step in played.steps] or [played.first] * count
-
-
-def _line(
-    axes: Axes, edges: npt.NDArray[np.float64], values: Sequence[float], colour: str, line: str, label: str = ""
+def _stairs(
+    axes: Axes,
+    edges: npt.NDArray[np.float64],
+    values: Sequence[float],
+    colour: str,
+    style: str,
+    label: str | None = None,
 ) -> None:
-    axes.stairs(values, edges, color=colour, linestyle=line, baseline=None, label=label or None, linewidth=1.5)
+    axes.stairs(values, edges, color=colour, linestyle=style, baseline=None, label=label, linewidth=1.5)

@@ -22,6 +22,7 @@ import numpy as np
 from tritonpilot.arrivals import Stream, Traffic
 from tritonpilot.autopilot import controller
 from tritonpilot.autopilot.controller import Decision, Knobs, Model, Observation, State
+from tritonpilot.autopilot.model import SimulatedModel
 from tritonpilot.autopilot.policy import ModelPolicy
 from tritonpilot.costs import Costs
 from tritonpilot.errors import SpecError
@@ -182,7 +183,8 @@ def compare(
     """
     say = on_progress or (lambda _: None)
     every = [static(case, knobs) for knobs in settings(case)]
-    reasonable = [each for each in every if capacity_per_s(case, each.first) > _mean_rows_per_s(case.traffic)]
+    mean_per_s = len(case.traffic) / case.traffic.seconds
+    reasonable = [each for each in every if capacity_per_s(case, each.first.instances) > mean_per_s]
     if not reasonable:
         raise SpecError(
             f"{case.policy.instances.max} instances cannot serve the mean of this traffic, {len(case.traffic):,} requests in "
@@ -228,22 +230,9 @@ def settings(case: Case) -> list[Knobs]:
     ]
 
 
-def capacity_per_s(case: Case, knobs: Knobs) -> float:
-    """Rows per second with full batches back to back, and the cores that requests need besides."""
-    costs, batch = case.costs, case.batcher.max_batch_size
-    size = float(case.traffic.rows.mean()) if len(case.traffic) else 1.0
-    requests = max(1.0, batch / size)
-    execution_us = costs.execution_mean_us(batch, requests)
-    each_us = costs.front_us + costs.front_row_us * size + costs.reply_us
-    if costs.is_on_cpu:
-        busy_us = execution_us * min(case.batcher.threads, costs.cores) + requests * each_us
-        return min(knobs.instances * batch / execution_us, costs.cores * batch / busy_us) * 1e6
-    cpu_us = requests * each_us + costs.host_us + costs.host_request_us * requests
-    return min(knobs.instances * batch / execution_us, costs.cores * batch / cpu_us if cpu_us else math.inf) * 1e6
-
-
-def _mean_rows_per_s(traffic: Traffic) -> float:
-    return float(traffic.rows.sum(dtype=np.int64)) / traffic.seconds
+def capacity_per_s(case: Case, instances: int) -> float:
+    """Requests of this traffic that so many instances can answer in a second, at most."""
+    return SimulatedModel(case.costs, case.batcher, math.inf).capacity_per_s(instances, float(case.traffic.rows.mean()))
 
 
 def _run(case: Case, knobs: Knobs, most: int) -> Run:

@@ -104,7 +104,7 @@ def command(
         if trace is not None and arrivals is not None:
             raise typer.BadParameter("a recording says the gaps itself", param_hint="--arrivals")
         streams, length_s = (
-            _streams(service, rate or [], arrivals or "poisson", trace, rows or 1, slo_ms),
+            streams_of(service, rate or [], arrivals or "poisson", trace, rows or 1, slo_ms),
             seconds or SECONDS,
         )
     seed = seed or 0
@@ -115,7 +115,7 @@ def command(
         raise SpecError(
             "No request came within that time. Nothing was simulated. Say a higher --rate or more --seconds."
         )
-    known = _costs(service, models, costs)
+    known = costs_of(service, models, costs)
     narrate(f"simulating {len(load):,} requests to {labelled(service)} within {length_s:g} s")
     found = simulate(batcher, known, load, streams, seed)
     if as_json:
@@ -142,14 +142,15 @@ def _in_words(found: Simulated, cores: int) -> str:
     )
 
 
-def _costs(service: Service, models: Path, given: Path | None) -> Costs:
+def costs_of(service: Service, models: Path, given: Path | None) -> Costs:
+    """Those of a file, else those that are kept, else measured now."""
     kept = Path("build") / f"costs-{service.service}.json"
     if given is not None or kept.exists():
         return Costs.read(given or kept)
     return measure(service, models, None, kept)
 
 
-def _streams(
+def streams_of(
     service: Service,
     rates: list[str],
     arrivals: Literal["poisson", "constant"],
