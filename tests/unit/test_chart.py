@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 from programs import program
+from typer.main import get_command
 
 from perf import kubernetes
 from perf.kubernetes import CHART, NAMESPACE, ChartError, Document
+from tritonpilot import cli
 from tritonpilot.entry.app import GRACE_S
 from tritonpilot.errors import MeasurementError
 
@@ -370,6 +372,14 @@ def test_the_autopilots_policy_and_costs_are_files_beside_each_other(rendered: d
     assert policy["models"][0]["costs"] in data
     assert json.loads(data["ctr.costs.json"])["rows"] == [1, 64]
     assert "autopilot" not in containers(rendered["cpu"])
+
+
+def test_the_autopilot_has_options_that_the_command_knows(rendered: dict[str, list[Document]]) -> None:
+    made = containers(rendered["keda"])["autopilot"]["command"]
+    known = {option for parameter in get_command(cli.app).commands["autopilot"].params for option in parameter.opts}  # type: ignore[attr-defined]
+
+    assert made[:3] == ["tritonpilot", "autopilot", "/etc/tritonpilot/autopilot.yaml"]
+    assert {option.partition("=")[0] for option in made[3:]} <= known
 
 
 # -- bad values ---------------------------------------------------------------------------------------------------------

@@ -91,13 +91,30 @@
     - autopilot
     - /etc/tritonpilot/autopilot.yaml
     - --host=0.0.0.0
+    - --triton-grpc=127.0.0.1:8001
+    - --metrics=127.0.0.1:8002
+    {{- if .Values.entry.enabled }}
+    - --entry=127.0.0.1:8102
+    {{- end }}
+    - --repository=/models
+    - --state=/var/lib/tritonpilot
+    - --control-key-file=/run/secrets/tritonpilot/triton_control_key
+  env:
+    - {name: NUMBA_CACHE_DIR, value: /tmp/numba} # the compiled simulator
   ports:
     - {name: auto-metrics, containerPort: 8104}
+  livenessProbe:
+    httpGet: {path: /metrics, port: auto-metrics}
+    initialDelaySeconds: 30
+    periodSeconds: 10
+    timeoutSeconds: 10
+    failureThreshold: 3
   resources: {{- toYaml .Values.autopilot.resources | nindent 4 }}
   securityContext: {{- include "pilot.securityContext" . | nindent 4 }}
   volumeMounts:
     - {name: autopilot-policy, mountPath: /etc/tritonpilot, readOnly: true}
     - {name: autopilot-state, mountPath: /var/lib/tritonpilot}
+    {{- include "pilot.modelsMount" . | nindent 4 }}
     - {name: control-key, mountPath: /run/secrets/tritonpilot, readOnly: true}
     - {name: pilot-tmp, mountPath: /tmp}
 {{- end -}}
