@@ -156,7 +156,8 @@ def command(name: str, options: Sequence[str]) -> Iterator[tuple[dict[str, str],
         if not told:
             raise MeasurementError(f"The {name} did not start: {process.stderr.read()}. Nothing is reported.")
         # What it says later is read, so that it never waits for a reader.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        for pipe in (process.stdout, process.stderr):
+            threading.Thread(target=pipe.read, daemon=True).start()
         yield json.loads(told)["endpoints"], process
     finally:
         process.terminate()

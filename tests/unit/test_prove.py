@@ -72,6 +72,7 @@ NAMES = [
     "tuner_regret",
     "tuner_follows_slo",
     "tuner_vs_model_analyzer",
+    "autopilot_day",
     "autopilot_phases",
     "changes_under_load",
     "helm_valid",
