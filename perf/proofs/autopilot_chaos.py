@@ -38,11 +38,13 @@ from tritonpilot.spec import load_services
 MODEL = "paced"
 PACE_S = 0.05  # of an execution of one row: 20 requests a second and instance
 RATE_PER_S = 25.0  # more than one instance can do
-HOLD_S, QUICK_HOLD_S = 15.0, 3.0
+HOLD_S, QUICK_HOLD_S = 15.0, 2.0
+AFTER_S = 2.0  # whoever thrashes has time to
+QUIET_S, QUICK_QUIET_S = 10.0, 4.0  # without a change
 PATIENCE_S = 60.0
 RECOVERY_S = 20.0
 POLL_S = 0.1
-MOST_INSTANCES = 3
+MOST_INSTANCES = 5
 SERVICE = """\
 service: paced
 slo: {p99_ms: 400, rate_per_s: 25}
@@ -58,7 +60,7 @@ classes: [{name: only, priority: 1}]
 POLICY = """\
 interval_s: 1
 models:
-  - {model: paced, policy: feedback, instances: {min: 1, max: 3}, cooldown_s: 2, steady_s: 5, shrink_after_s: 900}
+  - {model: paced, policy: feedback, instances: {min: 1, max: 5}, cooldown_s: 2, steady_s: 5, shrink_after_s: 900}
 """
 
 
@@ -157,11 +159,11 @@ def autopilot_chaos(bench: Bench) -> Outcome:
     hold_s = QUICK_HOLD_S if bench.quick else HOLD_S
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as name, ExitStack() as stack:
         world = stack.enter_context(_world(Path(name)))
-        settled = _settled(world)
+        settled = _settled(world, QUICK_QUIET_S if bench.quick else QUIET_S)
         bench.say(f"settled at {settled} instances; {hold_s:g} s of each fault")
         details: dict[str, object] = {}
         wrong: dict[str, list[str]] = {}
-        for fault in _faults(world):
+        for fault in _faults(world, settled):
             found, seconds = _suffered(world, fault, settled, hold_s)
             settled = fault.expected or settled
             details[fault.name] = {"recovered_s": round(seconds, 1), "wrong": found}
@@ -178,13 +180,14 @@ def autopilot_chaos(bench: Bench) -> Outcome:
     )
 
 
-def _faults(world: World) -> list[Fault]:
+def _faults(world: World, settled: int) -> list[Fault]:
     def write(text: str) -> Callable[[], None]:
         return lambda: _ignore(world.policy.write_text(text, encoding="utf-8"))
 
     def cut(is_cut: bool) -> Callable[[], None]:
         return lambda: setattr(world.prometheus, "is_cut", is_cut)
 
+    by_hand = settled + 1 if settled < MOST_INSTANCES else settled - 1
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     return [
         Fault("Triton killed", world.kill_triton, world.restart_triton, "change", "Triton came back with 1 instance",
@@ -192,8 +195,8 @@ def _faults(world: World) -> list[Fault]:
         Fault("autopilot killed", world.kill_autopilot, world.start_autopilot, "started", "The autopilot follows paced"),
         Fault("Prometheus cut off", cut(True), cut(False), "problem", "Prometheus at"),
         Fault("metrics frozen", lambda: world.page.freeze("/metrics"), world.page.thaw, "problem", "stand still, but gRPC counted"),
-        Fault("settings changed by hand", lambda: world.set_by_hand(MOST_INSTANCES), nothing, "adopt", "someone set 3 instances",
-              expected=MOST_INSTANCES),
+        Fault("settings changed by hand", lambda: world.set_by_hand(by_hand), nothing, "adopt", f"someone set {by_hand} instances",
+              expected=by_hand),
         Fault("model unloaded", lambda: world.server.unload(MODEL), lambda: _ignore(world.server.load(MODEL)), "change",
               "Triton came back with 1 instance", may_lose=True, changes_most=1),
         Fault("policy file broken", write("models: [{model: paced, police: off}]"), write(POLICY), "policy",
@@ -217,7 +220,7 @@ def _suffered(world: World, fault: Fault, settled: int, hold_s: float) -> tuple[
             break
         time.sleep(POLL_S)
     seconds = time.monotonic() - ended_s
-    time.sleep(2.5)  # whoever thrashes has time to
+    time.sleep(AFTER_S)
     log = world.log()[told:]
     changes = [entry for entry in log if entry["event"] in ("change", "revert", "failed")]
     early = [entry for entry in during if entry["event"] in ("change", "revert", "failed")]
@@ -235,7 +238,7 @@ def _suffered(world: World, fault: Fault, settled: int, hold_s: float) -> tuple[
     return wrong, seconds
 
 
-def _settled(world: World) -> int:
+def _settled(world: World, quiet_s: float) -> int:
     """How many instances the autopilot finds right, when it has not changed them for a while."""
     deadline = time.monotonic() + PATIENCE_S
     quiet_since = time.monotonic()
@@ -245,7 +248,7 @@ def _settled(world: World) -> int:
         if now != changes:
             changes, quiet_since = now, time.monotonic()
         instances = world.instances()
-        if changes and time.monotonic() - quiet_since > 6 and world.is_well(instances):
+        if changes and time.monotonic() - quiet_since > quiet_s and world.is_well(instances):
             return instances
         time.sleep(POLL_S)
     raise MeasurementError(
