@@ -1,4 +1,4 @@
-"""A real haproxy with deploy/balancer/haproxy.cfg in front of two servers, for the time of a `with` block.
+"""A real haproxy with deploy/balancer/haproxy.cfg in front of servers, for the time of a `with` block.
 
 with balancing([("127.0.0.1:8100", "127.0.0.1:8101"), ("127.0.0.1:8110", "127.0.0.1:8111")], folder) as balancer:
     tritonclient.http.InferenceServerClient(balancer.http)
@@ -6,6 +6,7 @@ with balancing([("127.0.0.1:8100", "127.0.0.1:8101"), ("127.0.0.1:8110", "127.0.
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import time
@@ -37,12 +38,17 @@ class Balancer:
     log: Path
 
     def states(self) -> dict[str, str]:
-        """UP or DOWN of each server, as {"http_servers/a": "UP", ...}."""
+        """UP or DOWN of each server, as {"http_servers/127.0.0.1:8100": "UP", ...}."""
+        return {server: row["status"].split()[0] for server, row in self.figures().items()}
+
+    def figures(self) -> dict[str, dict[str, str]]:
+        """What haproxy's CSV says of each server: "scur" requests in it now, "wredis" that were sent to another one, ..."""
         with urllib.request.urlopen(f"http://{self.stats}/;csv", timeout=5) as answer:
-            rows = [line.split(",") for line in answer.read().decode().splitlines()]
-        state = rows[0].index("status")
+            rows = csv.DictReader(answer.read().decode().removeprefix("# ").splitlines())
         return {
-            f"{row[0]}/{row[1]}": row[state].split()[0] for row in rows[1:] if len(row) > state and row[1] in ("a", "b")
+            f"{row['pxname']}/{row['svname']}": row
+            for row in rows
+            if row["pxname"].endswith("_servers") and row["svname"] != "BACKEND"
         }
 
 
@@ -50,7 +56,7 @@ class Balancer:
 def balancing(
     servers: Sequence[tuple[str, str]], folder: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[Balancer]:
-    """The balancer in front of two servers, each as (HTTP, gRPC); it logs into `folder` and ends with the block.
+    """The balancer in front of servers, each as (HTTP, gRPC) of one host; it logs into `folder` and ends with the block.
 
     `variables` are added to its environment, as haproxy.cfg lists them. Raises MeasurementError with what haproxy said when it
     does not start.
@@ -69,12 +75,10 @@ def balancing(
 
 
 def surroundings(servers: Sequence[tuple[str, str]], binds: Sequence[str]) -> dict[str, str]:
-    """The environment of start.sh: two servers, where to listen (HTTP, gRPC, figures), and where haproxy is."""
-    names = ("A", "B")
+    """The environment of start.sh: the servers, where to listen (HTTP, gRPC, figures), and where haproxy is."""
     return {
         "PATH": os.pathsep.join([str(find("haproxy").parent), os.environ.get("PATH", os.defpath)]),
-        **{f"BALANCER_HTTP_{name}": http for name, (http, _) in zip(names, servers, strict=True)},
-        **{f"BALANCER_GRPC_{name}": grpc for name, (_, grpc) in zip(names, servers, strict=True)},
+        "BALANCER_SERVERS": " ".join(f"{http}:{grpc.rpartition(':')[2]}" for http, grpc in servers),
         **dict(zip(("BALANCER_HTTP_BIND", "BALANCER_GRPC_BIND", "BALANCER_STATS_BIND"), binds, strict=True)),
     }
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Becomes haproxy with haproxy.cfg, after checking the files that it needs. Runs in the container, and by hand.
+# Becomes haproxy with haproxy.cfg and its servers, after checking the files that it needs. Runs in the container, and by hand.
 #
-#     BALANCER_HTTP_A=... deploy/balancer/start.sh [CONFIG]
+#     BALANCER_SERVERS="10.0.0.1:8000:8001 10.0.0.2:8000:8001 10.0.0.3:8000:8001" deploy/balancer/start.sh [CONFIG]
 #
 # The key of the health checks (BALANCER_PROBE_KEY) may be in a file, as a secret is: BALANCER_PROBE_KEY_FILE.
-set -eu
+set -euf
 config=${1:-$(dirname "$0")/haproxy.cfg}
 
 refuse() {
@@ -12,13 +12,39 @@ refuse() {
     exit 1
 }
 
-for variable in BALANCER_HTTP_A BALANCER_GRPC_A BALANCER_HTTP_B BALANCER_GRPC_B; do
-    eval "server=\${$variable:-}"
-    case ${server##*:} in
-    "$server" | '' | *[!0-9]*) # without a port haproxy would take the one that the caller has used
-        refuse "$variable is '$server', but must be host:port of a Triton or an entry." "As triton:8000." ;;
+is_number() {
+    case $1 in
+    '' | *[!0-9]*) return 1 ;;
     esac
+}
+
+is_host() { # a name, an IPv4 address, or an IPv6 one in brackets
+    case $1 in
+    \[*[!0-9A-Fa-f:.]*\]) return 1 ;;
+    \[*:*\]) ;;
+    '' | *[!A-Za-z0-9_.-]*) return 1 ;;
+    esac
+}
+
+http_servers='' grpc_servers='' names=' '
+newline='
+'
+for server in ${BALANCER_SERVERS:-}; do
+    host=${server%:*:*} ports=${server#"${server%:*:*}"}
+    http=${ports#:} grpc=${ports##*:}
+    http=${http%:*}
+    # Without a port haproxy would take the one that the caller has used.
+    is_number "$http" && is_number "$grpc" && is_host "$host" ||
+        refuse "BALANCER_SERVERS has '$server', but each must be host:HTTP port:gRPC port of a Triton or an entry." "As triton:8000:8001."
+    name=$(printf %s "$host:$http" | tr -d '[]')
+    case $names in
+    *" $name "*) refuse "BALANCER_SERVERS has $host:$http twice." "Name each server once." ;;
+    esac
+    names="$names$name "
+    http_servers="$http_servers    server $name $host:$http$newline"
+    grpc_servers="$grpc_servers    server $name $host:$grpc track http_servers/$name$newline"
 done
+[ -n "$http_servers" ] || refuse "BALANCER_SERVERS is not set." "Name the servers, each as host:HTTP port:gRPC port: triton:8000:8001."
 for variable in BALANCER_MAX_REQUEST_BYTES BALANCER_MAX_REFUSALS; do
     eval "number=\${$variable:-}"
     case $number in
@@ -51,5 +77,17 @@ if [ -n "${BALANCER_PROBE_KEY_FILE:-}" ]; then
     export BALANCER_PROBE_KEY
 fi
 
-# -db: in the foreground. haproxy itself reads certificate, key, CA and CRL, and says which of them it cannot use.
-exec haproxy -db -f "$config"
+text=''
+while IFS= read -r line || [ -n "$line" ]; do
+    case $line in
+    *@http_servers@*) text=$text$http_servers ;;
+    *@grpc_servers@*) text=$text$grpc_servers ;;
+    *) text=$text$line$newline ;;
+    esac
+done <"$config"
+
+# -db: in the foreground. haproxy itself reads certificate, key, CA and CRL, and says which of them it cannot use. The config comes
+# by a pipe: the container's root cannot be written.
+exec haproxy -db -f /dev/stdin <<EOF
+$text
+EOF

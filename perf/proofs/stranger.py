@@ -110,9 +110,8 @@ def stranger_locked_out(bench: Bench) -> Outcome:
             logs = [Path(folder, name) for name in ("before_triton", "before_entry")]
             for log in logs:
                 log.mkdir()
-            before_triton = stack.enter_context(balancing([triton, triton], logs[0]))
-            entries = [(strict.http, strict.grpc), (strict.http, strict.grpc)]
-            before_entry = stack.enter_context(balancing(entries, logs[1]))
+            before_triton = stack.enter_context(balancing([triton], logs[0]))
+            before_entry = stack.enter_context(balancing([(strict.http, strict.grpc)], logs[1]))
             doors = (
                 Door("Triton", *triton, is_triton=True),
                 Door("entry", entry.http, entry.grpc),

@@ -1,4 +1,4 @@
-"""deploy/balancer with a real haproxy: two Tritons, what passes, sizes, TLS, client certificates, wrong files, a dying server."""
+"""deploy/balancer with a real haproxy: Tritons, what passes, sizes, TLS, client certificates, wrong files, a dying server."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_both_protocols_reach_both_tritons_and_its_figures_are_there(tritons: Pa
 
     assert set(balancer.states().values()) == {"UP"}
     with urllib.request.urlopen(f"http://{balancer.stats}/metrics") as answer:
-        assert 'haproxy_server_status{proxy="grpc_servers",server="b",state="UP"} 1' in answer.read().decode()
+        name = tritons[1].endpoints.http
+        assert f'haproxy_server_status{{proxy="grpc_servers",server="{name}",state="UP"}} 1' in answer.read().decode()
 
 
 def test_no_stranger_controls_a_triton_by_its_own_door_or_the_balancer(tritons: Pair, balancer: Balancer) -> None:
@@ -261,9 +262,12 @@ def test_with_a_client_ca_it_lets_in_only_whom_that_ca_has_signed_and_not_revoke
             "cert.pem holds no list of revoked certificates",
         ),
         ({"BALANCER_PROBE_MODEL": "ctr"}, "BALANCER_PROBE_BODY is not"),
-        ({"BALANCER_GRPC_B": ""}, "BALANCER_GRPC_B is '', but must be host:port"),
-        ({"BALANCER_HTTP_A": "127.0.0.1"}, "BALANCER_HTTP_A is '127.0.0.1', but must be host:port"),
-        ({"BALANCER_GRPC_B": "127.0.0.1:80x"}, "BALANCER_GRPC_B is '127.0.0.1:80x', but must be host:port"),
+        ({"BALANCER_SERVERS": " "}, "BALANCER_SERVERS is not set"),
+        ({"BALANCER_SERVERS": "a:1:2 127.0.0.1:80"}, "has '127.0.0.1:80', but each must be host:HTTP port:gRPC port"),
+        ({"BALANCER_SERVERS": "127.0.0.1:1:80x"}, "has '127.0.0.1:1:80x', but each must be"),
+        ({"BALANCER_SERVERS": "*:1:2"}, "has '*:1:2', but each must be"),
+        ({"BALANCER_SERVERS": "[::1:1:2"}, "has '[::1:1:2', but each must be"),
+        ({"BALANCER_SERVERS": "a:1:2 b:1:2 a:1:3"}, "has a:1 twice"),
         ({"BALANCER_MAX_REQUEST_BYTES": "-1"}, "BALANCER_MAX_REQUEST_BYTES is '-1', but must be a whole number"),
         ({"BALANCER_MAX_REFUSALS": "many"}, "BALANCER_MAX_REFUSALS is 'many', but must be a whole number"),
     ],
@@ -273,7 +277,7 @@ def test_wrong_files_and_settings_are_named_and_nothing_is_started(
     wrong_files: Path, variables: dict[str, str], said: str
 ) -> None:
     binds = [f"127.0.0.1:{port}" for port in choose_ports([0, 0, 0])]
-    environment = surroundings([("127.0.0.1:1", "127.0.0.1:2")] * 2, binds) | variables
+    environment = surroundings([("127.0.0.1:1", "127.0.0.1:2"), ("[::1]:1", "[::1]:2")], binds) | variables
 
     done = subprocess.run(
         ["sh", START], env=environment, cwd=wrong_files, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -310,7 +314,7 @@ def test_keys_go_through_to_an_entry_and_who_tries_many_is_told_to_stop(tritons:
     (tmp_path / "key").write_text("tp_shop\n")
     with (
         entered(Served(tritons[1], None), tenants=tenants) as entry,  # type: ignore[arg-type]
-        balancing([(entry.http, entry.grpc)] * 2, tmp_path, variables) as balancer,
+        balancing([(entry.http, entry.grpc)], tmp_path, variables) as balancer,
     ):
         for url in (balancer.http, f"grpc://{balancer.grpc}"):
             with Client(url, key="tp_shop") as client:
@@ -364,6 +368,7 @@ def test_a_triton_without_a_stub_and_one_that_was_killed_are_left_out(tritons: P
                 except Exception as failed:  # noqa: BLE001
                     errors.append(repr(failed))
 
+    first_name, second_name = (server.endpoints.http for server in tritons)
     with balancing(behind(tritons), tmp_path, probed(first)) as balancer:
         with ThreadPoolExecutor() as threads:
             callers = [threads.submit(call, url) for url in (balancer.http, f"grpc://{balancer.grpc}")]
@@ -371,7 +376,9 @@ def test_a_triton_without_a_stub_and_one_that_was_killed_are_left_out(tritons: P
                 wait_for(lambda: answered > 20, "answers")
                 os.kill(first.pid, signal.SIGKILL)
                 killed_at = time.monotonic()
-                wait_for(lambda: balancer.states()["http_servers/a"] == "DOWN", "the killed one is left out")
+                wait_for(
+                    lambda: balancer.states()[f"http_servers/{first_name}"] == "DOWN", "the killed one is left out"
+                )
                 left_out_s = time.monotonic() - killed_at
                 seen, failed = answered, len(errors)
                 wait_for(lambda: answered > seen + 20, "answers of the other")
@@ -381,7 +388,7 @@ def test_a_triton_without_a_stub_and_one_that_was_killed_are_left_out(tritons: P
                 caller.result()
         assert len(errors) == failed, errors
         assert left_out_s < balancers.START_S
-        assert balancer.states()["grpc_servers/a"] == "DOWN"
+        assert balancer.states()[f"grpc_servers/{first_name}"] == "DOWN"
 
         (stub,) = [
             int(process.name)
@@ -392,7 +399,9 @@ def test_a_triton_without_a_stub_and_one_that_was_killed_are_left_out(tritons: P
         os.kill(stub, signal.SIGKILL)
         with urllib.request.urlopen(f"http://{second.endpoints.http}/v2/health/ready") as answer:
             assert answer.status == 200, "Triton does not notice"
-        wait_for(lambda: balancer.states()["http_servers/b"] == "DOWN", "the one without a stub is left out")
+        wait_for(
+            lambda: balancer.states()[f"http_servers/{second_name}"] == "DOWN", "the one without a stub is left out"
+        )
         status, said = post(balancer.http, "/v2/models/identity/infer")
         assert (status, said["error"]) == (
             503,

@@ -18,7 +18,7 @@ def test_every_variable_of_the_balancer_is_explained() -> None:
     folder = ROOT / "deploy" / "balancer"
     used = {name for path in ("haproxy.cfg", "start.sh") for name in VARIABLE.findall((folder / path).read_text())}
     table = GUIDE.partition("| Variable |")[2].partition("\n\n")[0]
-    explained = set(VARIABLE.findall(table)) | {"BALANCER_HTTP_B", "BALANCER_GRPC_B"}
+    explained = set(VARIABLE.findall(table))
 
     assert explained == used - {"BALANCER_TLS_WORDS"}
 
