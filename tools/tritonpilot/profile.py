@@ -3,17 +3,18 @@
     found = profile(server, "ctr", samples.read(path), max_batch_size=256)
     found.costs.write(Path("build/costs-ctr.json"))
 
-The server must have nothing else to do. Bursts of equal requests are sent over HTTP, one burst after the other is answered: of one
-request with more and more rows, and of more and more requests with one row. Triton's statistics say how long executions of
+The server must have nothing else to do. Bursts of requests of one size are sent over HTTP, one burst after the other is answered:
+of one request with more and more rows, and of more and more requests with one row. Triton's statistics say how long executions of
 each size took, /proc how much CPU time tritonserver and the model's stubs used, and the clock how long the answer took.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ TOGETHER = (2, 4, 8, 16)
 REPLY_SHARE = 0.4  # of the front end's CPU time for a request; the rest is spent before the queue
 MOST_FACTOR = 10.0
 TIMEOUT_S = 60.0
+VARIANTS, VARIANTS_BYTES = 64, 64 << 20  # different requests of a size
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class _Caller:
         self._server, self._model, self._samples = server, model, samples
         self._stack = ExitStack()
         self._sockets: list[socket.socket] = []
-        self._bodies: dict[int, bytes] = {}
+        self._bodies: dict[int, Iterator[bytes]] = {}
 
     def __enter__(self) -> _Caller:
         self._control = self._stack.enter_context(Control(self._server.endpoints.grpc))
@@ -209,7 +211,7 @@ class _Caller:
 
     def _measure(self, rows: int, requests: int) -> Burst:
         if rows not in self._bodies:
-            self._bodies[rows] = _request(self._model, self._samples, rows)
+            self._bodies[rows] = itertools.cycle(_requests(self._model, self._samples, rows))
         self._run(self._bodies[rows], requests, 0.0, 1)  # what came before is out of the caches
         stats, cpu = self._read(), self._cpu_us()
         latencies = self._run(self._bodies[rows], requests, MOMENT_S, LEAST_BURSTS)
@@ -229,14 +231,16 @@ class _Caller:
             spread=(latencies - latencies.mean()) * widened,
         )
 
-    def _run(self, body: bytes, requests: int, seconds: float, least: int) -> FloatArray:
-        """Burst after burst, for `seconds` and at least so many; the latency of each, us."""
+    def _run(self, bodies: Iterator[bytes], requests: int, seconds: float, least: int) -> FloatArray:
+        """Burst after burst of the next requests, for `seconds` and at least so many; the latency of each, us."""
         used = self._sockets[:requests]
         found: list[float] = []
         end = time.perf_counter() + seconds
-        while (began := time.perf_counter()) < end or len(found) < least:
+        while time.perf_counter() < end or len(found) < least:
+            sent = [next(bodies) for _ in used]
+            began = time.perf_counter()
             try:
-                for connection in used:
+                for connection, body in zip(used, sent, strict=True):
                     connection.sendall(body)
                 for connection in used:
                     _read_answer(connection, self._model)
@@ -267,11 +271,20 @@ def _threads_us(pid: int) -> float:
     return total / 1e3
 
 
-def _request(model: str, samples: Arrays, rows: int) -> bytes:
-    """An HTTP request for so many of the samples' rows, as bytes."""
+def _requests(model: str, samples: Arrays, rows: int) -> list[bytes]:
+    """HTTP requests for so many of the samples' rows each, made of the samples in turn as a load is: texts differ in length."""
+    available = len(next(iter(samples.values())))
+    row_bytes = sum(array.nbytes for array in samples.values()) / available
+    different = math.ceil(available / math.gcd(available, rows))
+    count = max(1, min(VARIANTS, different, int(VARIANTS_BYTES / max(1.0, row_bytes * rows))))
+    return [_request(model, samples, range(start, start + rows)) for start in range(0, count * rows, rows)]
+
+
+def _request(model: str, samples: Arrays, rows: range) -> bytes:
+    """An HTTP request for these rows of the samples, from the beginning again after the last, as bytes."""
     inputs = []
     for name, array in samples.items():
-        taken = array.take(range(rows), axis=0, mode="wrap")
+        taken = array.take(rows, axis=0, mode="wrap")
         if taken.dtype.kind in "SU":
             taken = taken.astype(np.object_)
         tensor = httpclient.InferInput(name, list(taken.shape), np_to_triton_dtype(taken.dtype))
