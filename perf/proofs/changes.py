@@ -113,7 +113,7 @@ def changes_under_load(bench: Bench) -> Outcome:
             "slow_seconds_in_a_row": unsettled_s,
             "delay_by_reload": {
                 "verified_s": _figures(reloads.took_s["delay"]),
-                "failed": reloads.failed,
+                "failed": dict(reloads.changed.errors),
                 "steady_p99_ms": round(reloads.steady.p_ms(0.99), 2),
                 "during_p99_ms": round(reloads.changed.p_ms(0.99), 2),
                 "during_max_ms": round(reloads.changed.p_ms(1.0), 1),
