@@ -28,8 +28,10 @@ def rows(count: int = SAMPLE_ROWS) -> dict[str, npt.NDArray[np.float32]]:
     return {"row": np.arange(count, dtype=np.float32)[:, np.newaxis]}
 
 
-def services_of(folder: Path, texts: Mapping[str, str], curve: str = V100, *, seed: int = 0) -> dict[str, Service]:
-    """Service files over one curve in `folder`/models, read: name -> service."""
+def services_of(
+    folder: Path, texts: Mapping[str, str], curve: str = V100, *, seed: int = 0, one_device: bool = False
+) -> dict[str, Service]:
+    """Service files over one curve in `folder`/models, read: name -> service. `one_device`: instances take turns on it."""
     for name, text in texts.items():
         place = folder / "models" / name
         place.mkdir(parents=True)
@@ -37,7 +39,7 @@ def services_of(folder: Path, texts: Mapping[str, str], curve: str = V100, *, se
         np.savez(place / "samples.npz", **rows())
         (place / "service.yaml").write_text(
             f"service: {name}\nmodel: {{backend: emulated, files: [curve.json], samples: samples.npz, "
-            f"parameters: {{seed: {seed}}}}}\n{text}\n",
+            f"parameters: {{seed: {seed}, one_device: {str(one_device).lower()}}}}}\n{text}\n",
             encoding="utf-8",
         )
     return {service.service: service for service in load_services(folder / "models", list(texts))}

@@ -2,15 +2,17 @@
 
 `row` FP32[input_size] -> `emulated` FP32[output_size], which repeats the first number of the row. An execution lasts what the
 curve (a JSON file of the version folder: pilotlib.curve) says for its rows, drawn with its spread, from the moment when its
-requests have been read; meanwhile the instance sleeps and the CPU is free. What is measured with it is emulated, and is called
-so wherever it is shown.
+requests have been read; meanwhile the instance sleeps and the CPU is free. Each instance is a device of its own, or all of them
+take turns on one. What is measured with it is emulated, and is called so wherever it is shown.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +39,7 @@ class Parameters:
     )
     input_size: int = parameter(1, "numbers in a row, so that requests may be as large as the real model's", minimum=1)
     output_size: int = parameter(1, "numbers in an answer's row", minimum=1)
+    one_device: bool = parameter(False, "all instances share one device: one executes at a time")
 
 
 class Emulated(Backend[Parameters, Array, Array]):
@@ -52,7 +55,9 @@ class Emulated(Backend[Parameters, Array, Array]):
             {"row": ("TYPE_FP32", (asked.input_size,))},
             {"emulated": ("TYPE_FP32", (asked.output_size,))},
         )
-        curve = read(context.version_folder / asked.curve)
+        place = context.version_folder / asked.curve
+        curve = read(place)
+        self._device = place.open("rb") if asked.one_device else None  # a file that all instances have
         self._is_batched = context.config.get("max_batch_size", 0) > 0
         self._size = asked.output_size
         self._draws = Draws(curve, asked.seed)
@@ -66,13 +71,25 @@ class Emulated(Backend[Parameters, Array, Array]):
 
     def predict(self, items: Sequence[Array]) -> Sequence[Array | BadRequest]:
         """Wait for as long as all rows of all requests take together."""
-        began = time.perf_counter()
-        _sleep_until(began + self._draws.next_us(sum(len(item) for item in items)) / 1e6)
+        with self._turn():
+            began = time.perf_counter()
+            _sleep_until(began + self._draws.next_us(sum(len(item) for item in items)) / 1e6)
         return [np.repeat(item[:, :1], self._size, axis=1) for item in items]
 
     def encode(self, result: Array) -> Mapping[str, Array]:
         """The output."""
         return {"emulated": result if self._is_batched else result[0]}
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the device, when it is shared; the kernel gives it back when an instance dies."""
+        if self._device is not None:
+            fcntl.flock(self._device, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if self._device is not None:
+                fcntl.flock(self._device, fcntl.LOCK_UN)
 
 
 def _sleep_exactly() -> None:

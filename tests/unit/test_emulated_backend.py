@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,25 @@ def test_an_execution_takes_its_time_without_burning_it(tmp_path: Path) -> None:
     assert found == [[[1] * 3, [2] * 3], [[5] * 3] * 6]
     assert took >= 0.03  # 8 rows
     assert burnt < took / 2
+
+
+@pytest.mark.parametrize(("is_shared", "at_least_s"), [(False, 0.03), (True, 0.06)])
+def test_instances_that_share_a_device_take_turns(tmp_path: Path, is_shared: bool, at_least_s: float) -> None:
+    written(tmp_path, rows=[1], execution_us=[30_000])
+    config = testkit.config(
+        inputs=[{"name": "row", "data_type": "FP32", "dims": [1]}],
+        outputs=[{"name": "emulated", "data_type": "FP32", "dims": [1]}],
+        parameters={"one_device": str(is_shared).lower()},
+    )
+    row = {"row": np.ones((1, 1), np.float32)}
+    with (
+        testkit.in_process(BACKEND, config, tmp_path) as one,
+        testkit.in_process(BACKEND, config, tmp_path) as other,
+        ThreadPoolExecutor(2) as together,
+    ):
+        began = time.perf_counter()
+        asked = [together.submit(ask.together, [row]) for ask in (one, other)]
+        answers = [each.result()[0] for each in asked]
+        took = time.perf_counter() - began
+    assert not any(isinstance(answer, Exception) for answer in answers)
+    assert at_least_s <= took < (0.055 if not is_shared else 1)
