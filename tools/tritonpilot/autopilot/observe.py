@@ -32,6 +32,9 @@ LOOK_BACK_S = 600  # how long ago a series of Prometheus may have had its last s
 TOGETHER_S = 1.0  # samples of one scrape bear the same time
 #: Triton's own percentiles are of about the last minute.
 SUMMARY_S = 60.0
+#: A backend tells its wakes once a second (pilotlib.waker), Triton its rejections at once. So many of the wakes of its executions
+#: may be among the rejections and not yet among the wakes.
+WAKES_UNTOLD_S = 1.6
 #: So many requests that gRPC counted and the page did not are no coincidence.
 UNSEEN_MOST = 10
 _COUNT, _EXECUTIONS = "nv_inference_count", "nv_inference_exec_count"
@@ -207,12 +210,14 @@ def observe(
     grown = {name: value - _of_model(before.samples, model).get(name, 0.0) for name, value in figures.items()}
     entry = _Entry.between(before.samples, now.samples, model)
     answered = grown.get(SUCCESS, 0.0)
-    rejected = max(0.0, grown.get(_REJECTED, 0.0) - grown.get(WAKES, 0.0) - grown.get(COMPANION_WAKES, 0.0))
     failed = grown.get(f"{FAILURE}:BACKEND", 0.0) + grown.get(f"{FAILURE}:OTHER", 0.0)
-    # Who times out in Triton's queue is in the counts of both; who finds it full, only in the entry's.
-    refused = max(rejected, entry.rejected) + entry.refused
-    growth = grown.get(PENDING, 0.0) + entry.growth
     executions = grown.get(_EXECUTIONS, 0.0)
+    if entry.is_there:  # it knows whom Triton rejected, also for a full queue, of which Triton counts nothing
+        refused = entry.rejected + entry.refused
+    else:
+        wakes = grown.get(WAKES, 0.0) + grown.get(COMPANION_WAKES, 0.0) + WAKES_UNTOLD_S * executions / seconds
+        refused = max(0.0, grown.get(_REJECTED, 0.0) - wakes)
+    growth = grown.get(PENDING, 0.0) + entry.growth
     sizes, busy = _executed(before, now, model)
     if busy is None and answered and executions:
         # Batch-mates each count the whole time of their execution.
