@@ -37,6 +37,8 @@ SETTINGS, LOADS = 4, 2  # of each subject
 ROUNDS, SECONDS = 3, 4.0  # of each load; the median of the rounds counts, so that one pause of the host does not decide
 MOST_REQUESTS_PER_S = 2500.0  # a sender on one core must not be what is measured
 LEAST_REQUESTS = 500  # for a P99
+TOO_MANY, CAPACITY_S = 1.3, 3.0  # times what the costs let hope for, to see what is answered of it
+MOST_SENT_PER_S = 4500.0
 LOAD_LEAST, LOAD_MOST = 0.2, 0.85
 SPEED_CHANGE = 1.6  # since the profile; half a second of looking tells no less
 THROUGHPUT_ERROR = 0.05
@@ -161,12 +163,15 @@ def _trials(bench: Bench, subject: Subject, stage: Stage, random: np.random.Gene
             known = _profile(bench, subject, stage)
         stage.apply(setting)
         batcher, profiled = batcher_of(setting.applied(subject.service)), known
+        with machine.pinned(bench.cores.client):
+            capacity_per_s = _capacity_per_s(stage, subject, known.costs, setting)
+        bench.say(f"{subject.name}, {setting.describe()}: answers at most {capacity_per_s:.0f} requests/s")
         for _ in range(loads):
             wanted, seed = float(random.uniform(LOAD_LEAST, LOAD_MOST)), int(random.integers(1 << 30))
             with machine.pinned(bench.cores.client):
                 found += bench.rounds(
                     1,
-                    lambda: _trial(bench, subject, stage, setting, batcher, profiled, wanted, seed),  # noqa: B023
+                    lambda: _trial(bench, subject, stage, setting, batcher, profiled, wanted, capacity_per_s, seed),  # noqa: B023
                     check=stage.server.check_alive,
                     retries=bench.noisy_rounds + 4,
                 )
@@ -205,15 +210,13 @@ def _trial(
     batcher: Batcher,
     known: Profile,
     wanted: float,
+    capacity_per_s: float,
     seed: int,
 ) -> Trial:
     max_rows = min(64, setting.max_batch_size)
     before = speed(stage.server, stage.model, stage.samples, known, max_rows=max_rows)
-    rate = min(wanted * _capacity_per_s(subject, known.costs, setting), MOST_REQUESTS_PER_S)
-    streams = [
-        Stream(name or "all", rate * part, rows=dict(subject.rows), caller_class=name, priority=place if name else 0)
-        for place, (name, part) in enumerate(subject.classes.items(), start=1)
-    ]
+    rate = min(wanted * capacity_per_s, MOST_REQUESTS_PER_S)
+    streams = _streams(subject, rate)
     rounds, seconds = (1, 2.0) if bench.quick else (ROUNDS, max(SECONDS, LEAST_REQUESTS / rate))
     sent = [traffic(streams, seconds, seed + number) for number in range(rounds)]
     earlier, cpu_s = _statistics(stage), tools_machine.tree_cpu_s(stage.server.pid)
@@ -230,7 +233,7 @@ def _trial(
     return Trial(
         subject=subject.name,
         setting=setting.describe(),
-        load=rate / _capacity_per_s(subject, costs, setting),
+        load=rate / capacity_per_s,
         rate_per_s=rate,
         requests=sum(map(len, sent)),
         p50_ms=median([each.p_ms(0.5) for each in real]),
@@ -268,8 +271,32 @@ def _send(stage: Stage, sent: Traffic, streams: Sequence[Stream]) -> Answers:
     return real
 
 
-def _capacity_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
-    """Requests per second that the setting can do: full batches back to back, and the cores that requests need besides."""
+def _streams(subject: Subject, rate_per_s: float) -> list[Stream]:
+    return [
+        Stream(
+            name or "all", rate_per_s * part, rows=dict(subject.rows), caller_class=name, priority=place if name else 0
+        )
+        for place, (name, part) in enumerate(subject.classes.items(), start=1)
+    ]
+
+
+def _capacity_per_s(stage: Stage, subject: Subject, costs: Costs, setting: Setting) -> float:
+    """Requests per second that the setting answers when more come than it can: measured, so that the loads are what they are
+    called also where the costs are wrong.
+    """
+    streams = _streams(subject, min(TOO_MANY * _hoped_per_s(subject, costs, setting), MOST_SENT_PER_S))
+    answers, _ = load.run(
+        load.Target(stage.endpoints.http, "http"),
+        stage.model,
+        stage.samples,
+        traffic(streams, CAPACITY_S, seed=1),
+        streams,
+    )
+    return answers.answered / max(answers.seconds, answers.last_answer_s)
+
+
+def _hoped_per_s(subject: Subject, costs: Costs, setting: Setting) -> float:
+    """Requests per second by the costs: full batches back to back, and the cores that requests need besides."""
     size = sum(rows * part for rows, part in subject.rows.items())
     batch = setting.max_batch_size
     requests = batch / size
