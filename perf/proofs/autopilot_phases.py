@@ -33,7 +33,7 @@ from tritonpilot.setting import Setting
 from tritonpilot.stage import Stage
 from tritonpilot.tune.run import batcher_of
 
-SERVICE, CLASS, SLO_MS, ROWS = "ctr", "realtime", 25.0, 16  # with smaller requests the sender would be the limit
+SERVICE, CLASS, SLO_MS, ROWS = "ctr", "realtime", 20.0, 16  # with smaller requests the sender would be the limit
 FIND_S, WINDOW_S = 30.0, 8.0
 RATE_S, RATE_STEP = 3.0, 1.1  # of the search for the highest rate
 STEADY_CHANGES_S = 60.0  # one change within it is no oscillation
@@ -233,7 +233,8 @@ def _piloted(bench: Bench, stage: Stage, base: Setting, costs: Costs, folder: Pa
 
 def _joined(phases: Sequence[Phase]) -> tuple[Traffic, list[Phase]]:
     """All phases one after the other; the traffic of each that is sought for, and its window, is a stream of its own."""
-    at_s, rows, stream, places, begin = [], [], [], [], 0.0
+    places: list[Phase] = []
+    at_s, rows, stream, begin = [], [], [], 0.0
     for phase in phases:
         for kind, each in (("found", phase.found), ("window", phase.window)):
             at_s.append(each.at_s + begin)

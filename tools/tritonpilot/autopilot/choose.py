@@ -109,7 +109,8 @@ def by_model(outlook: Outlook, now: Knobs, *, delay_is_live: bool) -> Wish:
     if fitting != now:
         return Wish(fitting, f"{demand}: {_say(outlook, now)}, {_say(outlook, fitting)}", is_urgent=True)
     wider, fewer = outlook.more(policy.hysteresis), now
-    for instances in range(now.instances - 1, policy.instances.min - 1, -1):
+    least = policy.instances.min if outlook.state.spans(policy.shrink_after_s) else now.instances
+    for instances in range(now.instances - 1, least - 1, -1):
         found = wider.fitting(now, instances, delays_us)
         if found is None:
             break
@@ -156,7 +157,7 @@ def by_feedback(policy: ModelPolicy, state: State, now: Knobs, seen: Observation
     since = [each for each in state.samples if each.at_s > seen.at_s - policy.shrink_after_s]
     most_late = max((each.lateness for each in since if each.lateness is not None), default=0.0)
     most_busy = max((each.utilisation for each in since if each.utilisation is not None), default=math.nan)
-    spans = state.samples[0].at_s <= seen.at_s - policy.shrink_after_s + seen.seconds * 1.5
+    spans = state.spans(policy.shrink_after_s)
     fewer = max(policy.instances.min, math.ceil(now.instances * most_busy / SHRINK_BUSY)) if most_busy >= 0 else 0
     if 0 < fewer < now.instances and most_late < RELAXED * share and spans:
         found = replace(now, instances=max(fewer, now.instances // 2))
@@ -241,7 +242,7 @@ def _most_in_time(outlook: Outlook, now: Knobs, delays_us: tuple[int, ...], dema
             best, most = knobs, share
     if best == now:
         return Wish(now, f"{demand}: {_say(outlook, now)}, and nothing within the bounds answers more in time")
-    words = f"no setting keeps the SLO; {here:.0%} would be in time, {most:.0%} with {best.describe()}"
+    words = f"no setting keeps the SLO; {here:.0%} would be in time, {most:.0%} with {best.brief()}"
     return Wish(best, f"{demand}: {words}", is_urgent=True)
 
 
@@ -262,13 +263,11 @@ def _better_delay(outlook: Outlook, now: Knobs, delays_us: tuple[int, ...], dema
     ]
     least_ms, best = min(found, key=lambda pair: pair[0], default=(here, now))
     if here - least_ms > max(gain * slo_of(outlook.policy), outlook.policy.hysteresis * here):
-        return Wish(
-            best, f"{demand}: P99 {here:.1f} ms with {now.describe()}, {least_ms:.1f} ms with {best.describe()}"
-        )
+        return Wish(best, f"{demand}: P99 {here:.1f} ms with {now.brief()}, {least_ms:.1f} ms with {best.brief()}")
     return Wish(now, f"{demand}: {_say(outlook, now)}")
 
 
 def _say(outlook: Outlook, knobs: Knobs) -> str:
     found = outlook.expect(knobs)
     missed = f", {1 - found.goodput_share:.0%} not in time" if found.goodput_share < GOODPUT_LEAST else ""
-    return f"{knobs.describe()} {'keep' if outlook.fits(knobs) else 'would not keep'} the SLO (P99 {found.p99_ms:.0f} ms{missed})"
+    return f"{knobs.brief()} {'keep' if outlook.fits(knobs) else 'would not keep'} the SLO (P99 {found.p99_ms:.0f} ms{missed})"

@@ -175,7 +175,7 @@ def _judge(policy: ModelPolicy, state: State, seen: Observation) -> tuple[State,
         return state, None
     state = state.with_avoided(Avoided(seen.knobs, seen.at_s + policy.avoid_s, seen.arrivals_per_s))
     before = _within(policy, trial.before)
-    wish = Wish(before, f"since {seen.knobs.describe()} {why}: back", is_urgent=True)
+    wish = Wish(before, f"with {seen.knobs.brief()} {why}; back", is_urgent=True)
     state, decision = _gate(policy, state, seen, wish)
     if decision.action == "change":
         decision = replace(decision, action="revert")
@@ -249,8 +249,7 @@ def _wish(policy: ModelPolicy, state: State, seen: Observation, demand: Demand, 
         return wish
     knobs = replace(wish.knobs, max_queue_sizes=sizes)
     if wish.knobs == seen.knobs:
-        words = f"about {capacity_per_s:.0f} requests/s can be answered: {knobs.describe()}"
-        return Wish(knobs, words)
+        return Wish(knobs, f"about {capacity_per_s:.0f} requests/s can be answered")
     if wish.is_urgent and wish.knobs.instances != seen.knobs.instances:
         return wish  # NOTE: instances first, in place; limits need a reload and can wait
     return replace(wish, knobs=knobs)
@@ -271,7 +270,7 @@ def _gate(policy: ModelPolicy, state: State, seen: Observation, wish: Wish) -> t
     if wait:
         return state, Decision("keep", reason=f"{wish.reason}; but {wait}")
     return _changed(policy, state, seen, wish.knobs), Decision(
-        "change", wish.knobs, f"{wish.reason}: {wish.knobs.describe()}", _way(policy, seen, wish.knobs)
+        "change", wish.knobs, f"{wish.reason}: {seen.knobs.change_to(wish.knobs)}", _way(policy, seen, wish.knobs)
     )
 
 
@@ -280,7 +279,7 @@ def _waits(policy: ModelPolicy, state: State, seen: Observation, wish: Wish) -> 
     if state.trial is not None:
         return "it is not seen yet what the last change brought"
     if state.avoids(wish.knobs, seen.arrivals_per_s):
-        return f"{wish.knobs.describe()} made things worse a while ago"
+        return f"{wish.knobs.brief()} made things worse a while ago"
     last_s = state.changed_s[-1] if state.changed_s else -math.inf
     rest_s = policy.cooldown_s
     if is_close(seen.arrivals_per_s, state.changed_load, SAME_LOAD):

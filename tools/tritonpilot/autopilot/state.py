@@ -123,6 +123,11 @@ class State:
         """The most requests a second since then; 0 where nothing is known."""
         return max((each.arrivals_per_s for each in self.samples if each.at_s >= since_s), default=0.0)
 
+    def spans(self, seconds: float) -> bool:
+        """Whether all of the last while is known, or all but an interval or so."""
+        times = [each.at_s for each in self.samples]
+        return bool(times) and times[-1] - times[0] >= seconds - 2.5 * (times[-1] - times[-2] if times[1:] else 0.0)
+
     def avoids(self, knobs: Knobs, arrivals_per_s: float) -> bool:
         """Whether it made things worse lately, under about this load."""
         return any(each.covers(knobs, arrivals_per_s) for each in self.avoided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 Action = Literal["keep", "change", "revert", "adopt"]
@@ -38,6 +38,23 @@ class Knobs:
         """In a few words: `2 instances, delay 500 us, batch at most 40 waiting`."""
         limits = "".join(f", {name} at most {limit} waiting" for name, limit in sorted(self.max_queue_sizes.items()))
         return f"{self.instances} instance{'s' * (self.instances != 1)}, delay {self.queue_delay_us} us{limits}"
+
+    def brief(self) -> str:
+        """Without the limits: `2 instances, delay 500 us`."""
+        return replace(self, max_queue_sizes={}).describe()
+
+    def change_to(self, other: Knobs) -> str:
+        """What differs: `instances 1 -> 2, delay 500 -> 0 us`."""
+        sizes, others = self.max_queue_sizes, other.max_queue_sizes
+        found = [f"instances {self.instances} -> {other.instances}"] if self.instances != other.instances else []
+        if self.queue_delay_us != other.queue_delay_us:
+            found.append(f"delay {self.queue_delay_us} -> {other.queue_delay_us} us")
+        found += [
+            f"{name} at most {sizes.get(name, 0)} -> {size} waiting"
+            for name, size in sorted(others.items())
+            if sizes.get(name, 0) != size
+        ]
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
