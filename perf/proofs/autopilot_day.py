@@ -46,7 +46,8 @@ MOST_INSTANCES = 7
 BURST = Stream("bursts", 0.001, "burst", rows=ROWS, slo_ms=SLO_MS, peak_per_s=60, every_s=40, for_s=2)
 LEAST, LESS_TIME, TIMES_FEWER = 0.999, 0.25, 3.0
 AS_GOOD = 0.0005  # of all requests: half of those that may be missed; what two runs of the same setting differ by
-LOOK_S = 0.2
+LOOK_S = 0.25
+MOST_LATE_MS = 10.0
 POLICY = f"""\
 interval_s: 1
 models:
@@ -249,7 +250,7 @@ def _at_s(entry: Mapping[str, Any]) -> float:
 
 
 def _send(bench: Bench, stage: Stage, sent: Traffic, streams: Sequence[Stream]) -> Answered:
-    """What came of it. Raises NoisyRoundError when the sender could not keep up."""
+    """What came of it. Raises NoisyRoundError when the sender was late by what counts beside the SLO."""
     answered, facts = load.run(
         load.Target(stage.endpoints.http, "http"),
         stage.model,
@@ -259,7 +260,8 @@ def _send(bench: Bench, stage: Stage, sent: Traffic, streams: Sequence[Stream]) 
         cpus=[bench.cores.client],
         on_progress=bench.say,
     )
-    if facts.is_limit and not bench.quick:
+    # The autopilot shares the sender's core, as it would a server's; latencies count from the scheduled times even so.
+    if facts.schedule_p99_ms > MOST_LATE_MS and not bench.quick:
         raise NoisyRoundError(facts.reason)
     return answered
 
