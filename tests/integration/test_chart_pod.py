@@ -29,12 +29,23 @@ from tritonpilot.ports import choose_ports
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DRAIN_S = 2
-PORTS = ("8000", "8001", "8002", "8100", "8101", "8102", "8103")
+VALUES = """
+models: {pvc: {claim: models}}
+drain: {seconds: 2}
+watch: {everySeconds: 1}
+autopilot:
+  enabled: true
+  policy:
+    interval_s: 1
+    models: [{model: identity, policy: queue_depth, instances: {min: 1, max: 1}}]
+"""
+PORTS = ("8000", "8001", "8002", "8100", "8101", "8102", "8103", "8104")
 #: What a container's command says that listens at one of PORTS, beyond what the chart passes.
 PORT_FLAGS = {
     "triton": {"--http-port": "8000", "--grpc-port": "8001", "--metrics-port": "8002"},
     "entry": {"--http-port": "8100", "--grpc-port": "8101", "--metrics-port": "8102"},
     "watch": {"--port": "8103"},
+    "autopilot": {"--port": "8104"},
 }
 
 
@@ -145,15 +156,15 @@ def pod(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Iter
     """A started pod, ready, of the model `identity`, which takes as many seconds as its input says."""
     program("helm")
     folder = tmp_path_factory.mktemp("pod")
-    for name in ("bin", "secrets", "tmp", "backends"):
+    for name in ("bin", "secrets", "backends", "policy", "state"):
         (folder / name).mkdir()
     make_model(folder / "models", "identity")
-    documents = kubernetes.render(
-        kubernetes.CHART,
-        [kubernetes.CHART / "ci" / "cpu-values.yaml"],
-        {"drain.seconds": str(DRAIN_S), "watch.everySeconds": "1"},
-    )
+    (folder / "values.yaml").write_text(VALUES)
+    documents = kubernetes.render(kubernetes.CHART, [folder / "values.yaml"])
     (deployment,) = [each for each in documents if each["kind"] == "Deployment"]
+    (policy,) = [each for each in documents if each["kind"] == "ConfigMap"]
+    for name, text in policy["data"].items():
+        (folder / "policy" / name).write_text(text)
     installation = tritonserver.find_installation()
     seen = tritonserver.check_host(installation)
     backends = tritonserver.assemble(installation, folder / "backends", sys.version_info[:2])
@@ -176,6 +187,8 @@ def pod(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Iter
             "/opt/tritonpilot": str(DEPLOY / "triton"),
             "/run/secrets/tritonpilot": str(folder / "secrets"),
             "/models": str(folder / "models"),
+            "/etc/tritonpilot": str(folder / "policy"),
+            "/var/lib/tritonpilot": str(folder / "state"),
             "0.0.0.0": "127.0.0.1",  # noqa: S104
             **{f"127.0.0.1:{port}": f"127.0.0.1:{chosen}" for port, chosen in ports.items()},
         },
@@ -296,7 +309,7 @@ def test_a_pod_that_ends_answers_everything_that_it_was_asked(pod: Pod) -> None:
     assert failures == []
     assert len(answers) > 20
     assert answered == [2.0, 2.0]
-    assert set(ends_s) == {"triton", "entry", "watch"}, "nobody was killed"
+    assert set(ends_s) == {"triton", "entry", "watch", "autopilot"}, "nobody was killed"
     assert ends_s["watch"] < ends_s["entry"] < ends_s["triton"]
     assert ends_s["entry"] > DRAIN_S + 1, "it waited for the two"
     client.close()

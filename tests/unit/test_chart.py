@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from programs import program
-from typer.main import get_command
 
 from perf import kubernetes
 from perf.kubernetes import CHART, NAMESPACE, ChartError, Document
-from tritonpilot import cli
 from tritonpilot.entry.app import GRACE_S
 from tritonpilot.errors import MeasurementError
 
@@ -374,12 +372,15 @@ def test_the_autopilots_policy_and_costs_are_files_beside_each_other(rendered: d
     assert "autopilot" not in containers(rendered["cpu"])
 
 
-def test_the_autopilot_has_options_that_the_command_knows(rendered: dict[str, list[Document]]) -> None:
-    made = containers(rendered["keda"])["autopilot"]["command"]
-    known = {option for parameter in get_command(cli.app).commands["autopilot"].params for option in parameter.opts}  # type: ignore[attr-defined]
+def test_the_autopilot_has_the_options_of_compose(rendered: dict[str, list[Document]], compose: dict[str, Any]) -> None:
+    made = containers(rendered["keda"])["autopilot"]
 
-    assert made[:3] == ["tritonpilot", "autopilot", "/etc/tritonpilot/autopilot.yaml"]
-    assert {option.partition("=")[0] for option in made[3:]} <= known
+    assert made["command"][:3] == compose["autopilot"]["command"].split()[:3]
+    options = set(re.findall(r"--[a-z-]+", compose["autopilot"]["command"]))
+    assert {option.partition("=")[0] for option in made["command"][3:]} == options
+    assert made["env"] == [
+        {"name": name, "value": value} for name, value in compose["autopilot"]["environment"].items()
+    ]
 
 
 # -- bad values ---------------------------------------------------------------------------------------------------------
