@@ -170,6 +170,5 @@ OPEN = {
     "autopilot_day": "its full run is to come",
     "autopilot_phases": "its full run is to come",
     "changes_under_load": "its full run is to come",
-    "helm_valid": "its full run is to come",
     "autopilot_chaos": "its full run is to come",
 }
