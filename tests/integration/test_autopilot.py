@@ -174,7 +174,7 @@ def test_it_grows_under_load_remembers_it_and_says_why(server: EmbeddedServer, p
     assert entry.now.instances == instances(server) == 2
     logged = [json.loads(line) for line in (policy.parent / "state/decisions.jsonl").read_text().splitlines()]
     assert [each["event"] for each in logged] == ["change"]
-    assert "2 instances" in logged[0]["said"]
+    assert "requests wait, more than 5: instances 1 -> 2" in logged[0]["said"]
     assert logged[0]["seen"]["waiting"] > 5
     assert logged[0]["now"]["instances"] == 2
     state = json.loads((policy.parent / "state/state.json").read_text())
