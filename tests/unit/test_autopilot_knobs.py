@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tritonpilot.autopilot import live
-from tritonpilot.autopilot.knobs import as_written, is_same_but_knobs, knobs_of, with_knobs
+from tritonpilot.autopilot.knobs import as_written, is_same_but_knobs, knobs_of, with_knobs, with_spare
 from tritonpilot.autopilot.terms import Knobs
 from tritonpilot.errors import ServerError
 from tritonpilot.metrics import parse as parse_metrics
@@ -72,6 +72,12 @@ def test_several_groups_take_what_the_first_can_make() -> None:
     assert [g.count for g in with_knobs(groups, Knobs(0, 7)).instance_group] == [3, 1]
     with pytest.raises(ServerError, match="cannot make 4 instances"):
         with_knobs(groups, Knobs(0, 4))
+
+
+def test_a_spare_instance_is_one_on_each_device() -> None:
+    assert knobs_of(with_spare(config())).instances == 3
+    assert knobs_of(with_spare(config("instance_group { count: 1 gpus: [0, 1] }"))).instances == 4
+    assert is_same_but_knobs(with_spare(config()), config())
 
 
 @pytest.mark.parametrize(

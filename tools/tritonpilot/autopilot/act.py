@@ -19,7 +19,7 @@ from types import TracebackType
 
 from tritonpilot import metrics
 from tritonpilot.autopilot import live
-from tritonpilot.autopilot.knobs import as_written, is_same_but_knobs, knobs_of, with_knobs
+from tritonpilot.autopilot.knobs import as_written, is_same_but_knobs, knobs_of, with_knobs, with_spare
 from tritonpilot.autopilot.terms import Knobs, Way
 from tritonpilot.control import BusyError, Control
 from tritonpilot.errors import MeasurementError, RepositoryError, ServerError
@@ -108,6 +108,8 @@ class Actor:
             )
         try:
             if needs_reload:
+                # A retiring queue cannot be woken (ADR 0003), and what waits in it may expire; a spare instance finds it at once.
+                self._load(model, with_spare(written))
                 self._load(model, first)
                 self._set_instances(model, first, knobs_of(first).instances, target.instances)
             else:

@@ -48,6 +48,15 @@ def with_knobs(config: ModelConfig, knobs: Knobs) -> ModelConfig:
     return found
 
 
+def with_spare(config: ModelConfig) -> ModelConfig:
+    """A copy with one instance more, on each device of its first group."""
+    found = type(config)()
+    found.CopyFrom(config)
+    for group in found.instance_group[:1]:
+        group.count += 1
+    return found
+
+
 def as_written(config: ModelConfig) -> ModelConfig:
     """A served config without what Triton completes by itself.
 
