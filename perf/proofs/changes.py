@@ -25,7 +25,7 @@ from tritonpilot.setting import Setting
 from tritonpilot.stage import Stage
 
 CHANGES, QUICK_CHANGES = 100, 5
-ROUNDS, ROUND_S = 4, 24.0  # of each of the two loads of a round
+ROUNDS, ROUND_S = 4, 18.0  # of each of the two loads of a round
 QUICK_ROUND_S = 8.0
 RATE_PER_S = 300.0
 REST_S = 0.1  # between changes
