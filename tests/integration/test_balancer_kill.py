@@ -139,7 +139,7 @@ def test_no_retryable_call_fails_when_one_of_three_is_killed_under_load() -> Non
     found = balancer_kill(bench)
 
     assert found.ok, found.details
-    assert found.details["retryable_calls"] > 1000  # type: ignore[operator]
+    assert found.details["retryable_calls"] > 500  # type: ignore[operator]
 
 
 def calls(*latencies_ms: float, per_s: int = 100) -> list[Call]:
