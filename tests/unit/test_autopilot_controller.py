@@ -350,7 +350,7 @@ def test_after_a_failed_change_the_truth_is_what_the_server_has() -> None:
 def test_a_delay_by_reload_needs_more_gain_than_a_live_one() -> None:
     ways = {}
     for is_live in (True, False):
-        run = Run(policy(instances={"min": 1, "max": 1}), paper=Paper(knobs=Knobs(12_000, 1)))
+        run = Run(policy(instances={"min": 1, "max": 1}), paper=Paper(knobs=Knobs(16_000, 1)))
         for _ in range(60):
             run.step(100, delay_is_live=is_live)
         ways[is_live] = [(each.way, each.target) for _, each in run.changes]

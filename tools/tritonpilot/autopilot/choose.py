@@ -19,7 +19,7 @@ DELAY_OF_SLO = 0.6  # a request that waits longer for company has no time left f
 GOODPUT_LEAST = 0.99
 FULL_MOST = 0.95  # part of the capacity; busy instances alone are no sign, as their batches grow
 OVERLOAD_GAIN = 0.02  # of all requests, that another setting must answer more in time
-LIVE_GAIN, RELOAD_GAIN = 0.05, 0.25  # of the SLO, that another delay must save
+LIVE_GAIN, RELOAD_GAIN = 0.1, 0.25  # of the SLO, that another delay must save
 LIMIT_GAIN = 1.5  # times that a class's limit must be off
 PRESSURE = 0.25  # of its limit, that must wait before a limit matters
 
@@ -70,6 +70,11 @@ class Outlook:
             and self.demand.arrivals_per_s <= FULL_MOST * found.capacity_per_s
         )
 
+    def holds(self, knobs: Knobs) -> bool:
+        """Whether the SLO is kept at all, with nothing to spare."""
+        found = self.expect(knobs)
+        return found.p99_ms <= slo_of(self.policy) and found.goodput_share >= GOODPUT_LEAST
+
     def fitting(self, now: Knobs, instances: int, delays_us: tuple[int, ...]) -> Knobs | None:
         """So many instances with the first of the delays that keeps the SLO."""
         for delay_us in delays_us:
@@ -106,7 +111,7 @@ def by_model(outlook: Outlook, now: Knobs, *, delay_is_live: bool) -> Wish:
             if found is not None:
                 return Wish(found, f"{demand}: {_say(outlook, now)}, {_say(outlook, found)}", is_urgent=True)
         return _most_in_time(outlook, now, delays_us, demand)
-    if fitting != now:
+    if fitting != now and not outlook.holds(now):
         return Wish(fitting, f"{demand}: {_say(outlook, now)}, {_say(outlook, fitting)}", is_urgent=True)
     wider, fewer = outlook.more(policy.hysteresis), now
     least = policy.instances.min if outlook.state.spans(policy.shrink_after_s) else now.instances
