@@ -124,8 +124,8 @@ CLAIMS = {
               "below 50 ms again; no error for the class realtime", needs_quiet=True),
         Claim("stranger_locked_out", stranger.stranger_locked_out, "attempts", Bar("<=", 0), "attempts without the key, over "
               "HTTP and gRPC, to load, unload, register memory or change settings that got through"),
-        Claim("balancer_kill", balancer.balancer_kill, "s", Bar("<=", 5), "from kill -9 of one of three Tritons behind the balancer "
-              "until P99 is within 1.5 times what it was; no call that may be sent again fails", needs_quiet=True),
+        Claim("balancer_kill", balancer.balancer_kill, "s", Bar("<=", 5), "from kill -9 of one of three Tritons behind the "
+              "balancer until P99 is within 1.5 times what it was; no call that may be sent again fails", needs_quiet=True),
         Claim("loadgen_honesty", loadgen.loadgen_honesty, "of checks", Bar(">=", 1), "`tritonpilot load`: a pause of 2 s shows "
               "fully, it sends within 1 ms of the schedule, 5,000 a second over HTTP, and agrees with perf_analyzer",
               needs_quiet=True),
@@ -142,19 +142,19 @@ CLAIMS = {
         Claim("tuner_vs_model_analyzer", model_analyzer.tuner_vs_model_analyzer, "of Model Analyzer's goodput", Bar(">", 1),
               "goodput of the tuner's choice for an emulated V100 within 50 ms, on the real server, against that of Model "
               "Analyzer's quick search; at least 5 times sooner", needs_quiet=True),
-        Claim("autopilot_day", autopilot_day.autopilot_day, "of requests", Bar(">=", 0.999), "answered within 100 ms on an emulated "
-              "V100 through a real day in 4 minutes with bursts; as good as the best static setting with hindsight, for at most 75 % "
-              "of its instance time, and 3 times fewer missed than with the worst reasonable one", needs_quiet=True),
-        Claim("autopilot_phases", autopilot_phases.autopilot_phases, "of the best static", Bar(">=", 0.98), "goodput of `ctr` under "
-              "the autopilot, from 30 s after each shift, in the worst of four phases of traffic", needs_quiet=True),
+        Claim("autopilot_day", autopilot_day.autopilot_day, "of requests", Bar(">=", 0.999), "answered within 100 ms on an "
+              "emulated V100 through a real day in 4 minutes with bursts; as good as the best static setting with hindsight, for "
+              "at most 75 % of its instance time, and 3 times fewer missed than with the worst reasonable one", needs_quiet=True),
+        Claim("autopilot_phases", autopilot_phases.autopilot_phases, "of the best static", Bar(">=", 0.98), "goodput of `ctr` "
+              "under the autopilot, from 30 s after each shift, in the worst of four phases of traffic", needs_quiet=True),
         Claim("changes_under_load", changes.changes_under_load, "of steady P99", Bar("<=", 1.5), "P99 of `ctr` while instances "
               "come and go and its delay changes, 100 times, against nobody touching it; none fails, each verified within 5 s",
               needs_quiet=True),
         Claim("helm_valid", chart.helm_valid, "problems", Bar("<=", 0), "problems that helm lint --strict, the strict schemas of "
               "Kubernetes 1.25 to 1.37 and KEDA's types find in what the helm chart makes of four sets of values"),
         Claim("autopilot_chaos", autopilot_chaos.autopilot_chaos, "faults", Bar("<=", 0), "of seven (Triton and autopilot killed, "
-              "Prometheus cut, metrics frozen, settings changed, model unloaded, policy broken) in which something was changed that "
-              "must not be, a request was lost, or the settings did not come back"),
+              "Prometheus cut, metrics frozen, settings changed, model unloaded, policy broken) in which something was changed "
+              "that must not be, a request was lost, or the settings did not come back"),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )
