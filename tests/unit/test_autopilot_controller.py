@@ -352,7 +352,7 @@ def test_a_delay_by_reload_needs_more_gain_than_a_live_one() -> None:
     for is_live in (True, False):
         run = Run(policy(instances={"min": 1, "max": 1}), paper=Paper(knobs=Knobs(16_000, 1)))
         for _ in range(60):
-            run.step(100, delay_is_live=is_live)
+            run.step(20, delay_is_live=is_live)
         ways[is_live] = [(each.way, each.target) for _, each in run.changes]
     assert [way for way, _ in ways[True]] == ["live"]
     assert ways[False] == []
