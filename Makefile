@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compose check audit format lock prove clean
+.PHONY: help setup demo test test-proofs test-compose check audit format lock prove clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ demo: setup ## train what is missing, build, serve, infer, and measure with perf
 
 test: setup ## all tests, against the real tritonserver
 	@$(BIN)/python -m pytest
+
+test-proofs: setup ## the quick forms of proofs that take a minute or more each
+	@$(BIN)/python -m pytest -m proof
 
 test-compose: setup ## docker compose end to end, with an engine of its own where none runs (root; 2 GB; 8 min the first time, then 4)
 	@tests/e2e/compose.sh $(BIN)/python -m pytest -rs tests/e2e/test_compose.py tests/e2e/test_compose_up.py

@@ -8,7 +8,7 @@ from programs import program
 from perf.frame import carry_out
 from perf.proofs import CLAIMS
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.proof]
 
 
 def test_seven_faults_change_nothing_lose_nothing_and_are_told() -> None:

@@ -132,6 +132,7 @@ def test_a_server_that_is_stopped_is_replaced_by_the_others(three: Three, balanc
     assert failed == []
 
 
+@pytest.mark.proof
 def test_no_retryable_call_fails_when_one_of_three_is_killed_under_load() -> None:
     program("haproxy")
     bench = Bench(quick=True, needs_quiet=False, say=lambda _: None, limits=Limits())

@@ -70,7 +70,7 @@ def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> Non
         models=tmp_path / "models",
         costs={kind: faster(costs, 0.7) for kind, costs in true.costs.items()},
         verified=1,
-        verify_s=6,
+        verify_s=2,
         on_progress=lines.append,
     )
 
