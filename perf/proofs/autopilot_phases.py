@@ -1,7 +1,7 @@
 """Does the autopilot serve `ctr` on the CPU as well as the best static setting, phase by phase? On the real server, open loop.
 
 Low, medium and high traffic and bursts follow each other. Each phase has its time to be found, and then a window that is judged.
-Static settings are given the very requests of each window.
+Static settings are given the very requests of each window, before and the best of them also after.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from tritonpilot.stage import Stage
 from tritonpilot.tune.run import batcher_of
 
 SERVICE, CLASS, SLO_MS, ROWS = "ctr", "realtime", 20.0, 16  # with smaller requests the sender would be the limit
-FIND_S, WINDOW_S = 30.0, 8.0
+FIND_S, WINDOW_S = 30.0, 10.0
 RATE_S, RATE_STEP = 3.0, 1.1  # of the search for the highest rate
 STEADY_CHANGES_S = 60.0  # one change within it is no oscillation
-SHARES = {"low": 0.1, "medium": 0.5, "high": 0.9}  # of the highest rate that keeps the SLO
-BURST_BASE, BURST_PEAK, BURST_EVERY_S, BURST_FOR_S = 0.2, 0.9, 5.0, 1.0
+#: Of the highest rate that keeps the SLO, which drifts with the machine.
+SHARES = {"low": 0.1, "medium": 0.5, "high": 0.8}
+BURST_BASE, BURST_PEAK, BURST_EVERY_S, BURST_FOR_S = 0.2, 0.8, 2.5, 0.5
 DELAYS_US, INSTANCES = (0, 5000, 20_000), (1, 2)
 FIRST_DELAY_US, FIRST_INSTANCES = 20_000, 2  # where the autopilot begins: a setting that keeps the SLO in no phase
 WORSE = 0.9
@@ -58,6 +59,9 @@ models:
     cooldown_s: 10
     shrink_after_s: 20
 """
+
+
+Static = tuple[int, int]  # instances and queue delay, us
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,14 @@ def autopilot_phases(bench: Bench) -> Outcome:
         rate_per_s = capacity_per_s / 2 if bench.quick else _highest(bench, stage, base, capacity_per_s)
         phases = _phases(rate_per_s, is_quick=bench.quick)
         bench.say(f"the highest rate is about {rate_per_s:.0f} requests/s")
-        statics = _statics(bench, stage, base, phases)
+        first = _statics(bench, stage, base, phases, _grid(is_quick=bench.quick))
         (piloted,) = bench.rounds(
             1, lambda: _piloted(bench, stage, base, costs, folder, phases), check=lambda: stage.server.check_alive()
         )
-    return _judged(rate_per_s, phases, statics, piloted)
+        # Minutes lie between, and the best of many measurements was lucky too: the best of each phase are measured again.
+        best = {max(shares.items(), key=lambda item: item[1])[0] for shares in first.values()}
+        again = _statics(bench, stage, base, phases, sorted(best))
+    return _judged(rate_per_s, phases, first, again, piloted)
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,17 @@ class Piloted:
 
 
 def _judged(
-    rate_per_s: float, phases: Sequence[Phase], statics: Mapping[str, Mapping[str, float]], piloted: Piloted
+    rate_per_s: float,
+    phases: Sequence[Phase],
+    first: Mapping[str, Mapping[Static, float]],
+    again: Mapping[str, Mapping[Static, float]],
+    piloted: Piloted,
 ) -> Outcome:
-    best = {phase.name: max(statics[phase.name].items(), key=lambda item: item[1]) for phase in phases}
+    means = {
+        phase.name: {knobs: (first[phase.name][knobs] + share) / 2 for knobs, share in again[phase.name].items()}
+        for phase in phases
+    }
+    best = {name: max(shares.items(), key=lambda item: item[1]) for name, shares in means.items()}
     ratios = {phase.name: piloted.shares[phase.name] / best[phase.name][1] for phase in phases}
     begins = itertools.accumulate((phase.seconds for phase in phases), initial=0.0)
     late = {
@@ -132,7 +147,7 @@ def _judged(
     return Outcome(
         min(ratios.values()),
         # Where the first setting were as good as any, nothing would have been found.
-        ok=is_calm and all(shares[_shown(FIRST_INSTANCES, FIRST_DELAY_US)] < WORSE for shares in statics.values()),
+        ok=is_calm and all(shares[FIRST_INSTANCES, FIRST_DELAY_US] < WORSE for shares in first.values()),
         details={
             "highest_rate_per_s": round(rate_per_s, 1),
             "changes_in_windows": {name: len(times) for name, times in late.items()},
@@ -140,8 +155,12 @@ def _judged(
                 phase.name: {
                     "share_of_best_static": round(ratios[phase.name], 4),
                     "in_time": round(piloted.shares[phase.name], 4),
-                    "best_static": best[phase.name][0],
-                    "static_in_time": {name: round(share, 4) for name, share in statics[phase.name].items()},
+                    "best_static": _shown(*best[phase.name][0]),
+                    "best_static_in_time": round(best[phase.name][1], 4),
+                    "static_in_time": {_shown(*knobs): round(share, 4) for knobs, share in first[phase.name].items()},
+                    "static_in_time_after": {
+                        _shown(*knobs): round(share, 4) for knobs, share in again[phase.name].items()
+                    },
                 }
                 for phase in phases
             },
@@ -185,22 +204,29 @@ def _phases(rate_per_s: float, *, is_quick: bool) -> list[Phase]:
     ]
 
 
-def _statics(bench: Bench, stage: Stage, base: Setting, phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
+def _grid(*, is_quick: bool) -> list[Static]:
+    if is_quick:
+        return [(1, 0), (FIRST_INSTANCES, FIRST_DELAY_US)]
+    return list(itertools.product(INSTANCES, DELAYS_US))
+
+
+def _statics(
+    bench: Bench, stage: Stage, base: Setting, phases: Sequence[Phase], grid: Sequence[Static]
+) -> dict[str, dict[Static, float]]:
     """The share in time of each phase's window, with every static setting."""
-    found: dict[str, dict[str, float]] = {phase.name: {} for phase in phases}
-    grid = [(1, 0), (FIRST_INSTANCES, FIRST_DELAY_US)] if bench.quick else itertools.product(INSTANCES, DELAYS_US)
+    stage.restart()  # the stage does not know what an earlier round has changed
+    found: dict[str, dict[Static, float]] = {phase.name: {} for phase in phases}
     for instances, delay_us in grid:
-        setting = replace(base, queue_delay_us=delay_us, instances=instances)
-        stage.apply(setting)
-        shown = _shown(instances, delay_us)
+        stage.apply(replace(base, queue_delay_us=delay_us, instances=instances))
 
         def one() -> dict[str, float]:
             return {phase.name: _sent(bench, stage, phase.window, phase.stream).attainment for phase in phases}
 
-        (shares,) = bench.rounds(1, one, check=lambda: stage.server.check_alive(), retries=RETRIES)
+        (shares,) = bench.rounds(1, one, check=lambda: stage.server.check_alive())
+        shown = _shown(instances, delay_us)
         bench.say(f"{shown}: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())} in time")
         for name, share in shares.items():
-            found[name][shown] = share
+            found[name][instances, delay_us] = share
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import tempfile
@@ -36,6 +37,21 @@ MODEL = "emulated_v100"
 SERVICES = {MODEL: "batching: {max_batch_size: 16}"}
 SERVERS = 3
 RETRY = {"tritonpilot-retry": "once"}
+#: A stream that haproxy could not send on is refused (RST_STREAM, REFUSED_STREAM), and gRPC's own policy asks again.
+ASKS_AGAIN = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 2,
+                "initialBackoff": "0.02s",
+                "maxBackoff": "0.02s",
+                "backoffMultiplier": 1,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
 RETRYABLE = ("client_http", "client_grpc", "http", "grpc")
 LOST = "http_without_header"
 PER_S = {**dict.fromkeys(RETRYABLE, 40.0), LOST: 200.0}  # two of the servers can do three times as much
@@ -246,8 +262,11 @@ async def _asks(stack: AsyncExitStack, balancer: Balancer) -> dict[str, Ask]:
     body = callers.body(MODEL, row)
     tensor = tritonclient.grpc.InferInput("row", list(row["row"].shape), "FP32")
     tensor.set_data_from_numpy(row["row"])
+    options = [("grpc.service_config", json.dumps(ASKS_AGAIN)), ("grpc.enable_http_proxy", 0)]
     http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{balancer.http}"))
-    grpc = await stack.enter_async_context(tritonclient.grpc.aio.InferenceServerClient(balancer.grpc))
+    grpc = await stack.enter_async_context(
+        tritonclient.grpc.aio.InferenceServerClient(balancer.grpc, channel_args=options)
+    )
     joins_nothing = {"coalesce": False, "deadline_ms": DEADLINE_S * 1e3}
     over_http = await stack.enter_async_context(AsyncClient(f"http://{balancer.http}", **joins_nothing))  # type: ignore[arg-type]
     over_grpc = await stack.enter_async_context(AsyncClient(f"grpc://{balancer.grpc}", **joins_nothing))  # type: ignore[arg-type]
