@@ -164,8 +164,8 @@ CLAIMS = {
 OPEN = {
     "simulator_error": "18 %: 9 % on the emulated accelerator, but on `ctr` the real tail is longer than the simulated one",
     "tuner_regret": "its full run is to come",
-    "tuner_follows_slo": "2.1 times on the emulated accelerator, whose batches grow; `ctr` gets 1.24 times with the same batch, which is enough "
-    "since: its run is to come",
+    "tuner_follows_slo": "2.1 times on the emulated accelerator, whose batches grow; `ctr` gets 1.24 times with the same "
+    "batch, which is enough since: its run is to come",
     "tuner_vs_model_analyzer": "its run is to come",
     "balancer_kill": "its full run is to come",
     "autopilot_day": "its full run is to come",
