@@ -6,18 +6,16 @@ found by replaying the same requests in simulation, and then measured as the aut
 
 from __future__ import annotations
 
-import datetime
-import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from perf import day, emulated, machine
+from perf.decisions import changes_of
 from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome
 from perf.subjects import command
 from tritonpilot import build, load, model_config
@@ -227,8 +225,7 @@ def _piloted(
     ):
         began = time.time()
         answered = _send(bench, stage, sent, streams)
-    log = [json.loads(line) for line in (state / "decisions.jsonl").read_text(encoding="utf-8").splitlines()]
-    changes = [(_at_s(each) - began, each) for each in log if "now" in each and "seconds" in each]
+    changes = changes_of(state, began)
     by_second = _by_second(seen, sent.seconds)
     delays_us = [
         next(
@@ -245,10 +242,6 @@ def _piloted(
         changes=len(changes),
         decisions=[f"{at_s:.0f} s: {each['said']}" for at_s, each in changes],
     )
-
-
-def _at_s(entry: Mapping[str, Any]) -> float:
-    return datetime.datetime.fromisoformat(entry["time"]).timestamp()
 
 
 def _send(bench: Bench, stage: Stage, sent: Traffic, streams: Sequence[Stream]) -> Answered:

@@ -6,20 +6,18 @@ Static settings are given the very requests of each window, before and the best 
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from perf import machine
+from perf.decisions import changes_of
 from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome
 from perf.offer import highest_rate, offer
 from perf.subjects import command, part, services
@@ -246,8 +244,7 @@ def _piloted(bench: Bench, stage: Stage, base: Setting, costs: Costs, folder: Pa
         os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         began = time.time()
         answered = _sent(bench, stage, sent, *(phase.stream for phase in places))
-    log = [json.loads(line) for line in (state / "decisions.jsonl").read_text(encoding="utf-8").splitlines()]
-    changes = [(_at_s(each) - began, str(each["said"])) for each in log if "now" in each and "seconds" in each]
+    changes = [(at_s, str(each["said"])) for at_s, each in changes_of(state, began)]
     shares = {
         phase.name: answered.by_stream[stream.name].attainment
         for phase, stream in zip(phases, (each.stream for each in places[1::2]), strict=True)
@@ -283,7 +280,3 @@ def _sent(bench: Bench, stage: Stage, arrivals: Traffic, *streams: Stream) -> An
 
 def _shown(instances: int, delay_us: int) -> str:
     return f"{instances} x, {delay_us} us"
-
-
-def _at_s(entry: Mapping[str, Any]) -> float:
-    return datetime.datetime.fromisoformat(entry["time"]).timestamp()

@@ -19,9 +19,10 @@ import numpy as np
 
 from perf import emulated, machine
 from perf.frame import PROJECT, Bench, NoisyRoundError, Outcome, median, spread
+from perf.offer import offer
 from perf.subjects import services
-from tritonpilot import load, metrics
 from tritonpilot import machine as tools_machine
+from tritonpilot import metrics
 from tritonpilot.arrivals import Stream, Traffic, traffic
 from tritonpilot.control import Control, ModelStatistics
 from tritonpilot.costs import Costs
@@ -263,9 +264,7 @@ def _trial(
 
 def _send(stage: Stage, sent: Traffic, streams: Sequence[Stream]) -> Answers:
     """What came of it. Raises NoisyRoundError when the sender could not keep up."""
-    real, facts = load.run(load.Target(stage.endpoints.http, "http"), stage.model, stage.samples, sent, streams)
-    if facts.is_limit:
-        raise NoisyRoundError(facts.reason)
+    real = offer(stage, sent, streams).undisturbed()
     if real.errors:
         raise NoisyRoundError(f"requests failed: {dict(real.errors)}")
     return real
@@ -285,13 +284,7 @@ def _capacity_per_s(stage: Stage, subject: Subject, costs: Costs, setting: Setti
     called also where the costs are wrong.
     """
     streams = _streams(subject, min(TOO_MANY * _hoped_per_s(subject, costs, setting), MOST_SENT_PER_S))
-    answers, _ = load.run(
-        load.Target(stage.endpoints.http, "http"),
-        stage.model,
-        stage.samples,
-        traffic(streams, CAPACITY_S, seed=1),
-        streams,
-    )
+    answers = offer(stage, traffic(streams, CAPACITY_S, seed=1), streams).answers
     return answers.answered / max(answers.seconds, answers.last_answer_s)
 
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import grpc  # type: ignore[import-untyped]
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tritonpilot import control_key as control_keys
 from tritonpilot.control import Control, Inputs, ModelState, one_paragraph
-from tritonpilot.errors import HostError, PortError, ServerError, SpecError
-from tritonpilot.ports import choose_ports
+from tritonpilot.errors import HostError, ServerError, SpecError
+from tritonpilot.exporter import serving
 from tritonpilot.probes import Model, probe_of, takes_warmup
 
 CALL_TIMEOUT_S = 5.0  # of what is no inference
@@ -115,8 +115,12 @@ def run(settings: Settings, on_ready: Callable[[Endpoints], None], say: Callable
     metrics = WatchMetrics()
     last: Report | None = None
     try:
-        with Watch(settings) as watch, _serving(metrics, settings) as endpoints, _signals():
-            on_ready(endpoints)
+        with (
+            Watch(settings) as watch,
+            serving(metrics.registry, settings.host, settings.port, "The watch") as address,
+            _signals(),
+        ):
+            on_ready(Endpoints(address))
             while True:
                 began_s = time.monotonic()
                 report = watch.look()
@@ -339,17 +343,6 @@ class WatchMetrics:
                 self._counts[each.model, result] = count + (each.result == result)
         self._report = report
 
-    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serve /metrics from a thread; 0 picks a free port. Returns the port and what ends it. Raises OSError."""
-        server, thread = start_http_server(port, host, self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return int(server.server_port), stop
-
     def collect(self) -> Iterator[Any]:
         """All families (prometheus_client's protocol of a collector)."""
         report = self._report
@@ -413,22 +406,6 @@ def _signals() -> Iterator[None]:
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-
-
-@contextmanager
-def _serving(metrics: WatchMetrics, settings: Settings) -> Iterator[Endpoints]:
-    (port,) = choose_ports([settings.port])
-    try:
-        port, stop = metrics.serve(settings.host, port)
-    except OSError as error:
-        raise PortError(
-            f"The watch cannot listen at {settings.host}: {error.strerror or error}. Nothing was started. Give an address of this "
-            "machine with --host."
-        ) from None
-    try:
-        yield Endpoints(f"{settings.host}:{port}")
-    finally:
-        stop()
 
 
 def _report(state: ModelState) -> ModelReport:

@@ -16,13 +16,13 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from tritonpilot.autopilot.controller import State
@@ -205,17 +205,6 @@ class AutopilotMetrics:
     def count(self, model: str, event: Event) -> None:
         """A decision, or a change that failed."""
         self.counts[model, event] = self.counts.get((model, event), 0) + 1
-
-    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serve /metrics from a thread; 0 picks a free port. Returns the port and what ends it. Raises OSError."""
-        server, thread = start_http_server(port, host, self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return int(server.server_port), stop
 
     def collect(self) -> Iterator[Any]:
         """All families (prometheus_client's protocol of a collector)."""

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tritonpilot.autopilot.loop import PATIENCE_INTERVALS, Acts, Autopilot, Settings, said_of
-from tritonpilot.autopilot.record import AutopilotMetrics, Entry, Folder
-from tritonpilot.errors import PortError
-from tritonpilot.ports import choose_ports
+from tritonpilot.autopilot.record import Entry, Folder
+from tritonpilot.exporter import serving
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ def run(
     """
     with Folder(settings.state) as folder, _signals() as stopped:
         pilot = Autopilot(settings, folder, actor, tell=tell)
-        with _serving(pilot.metrics, settings) as endpoints:
-            on_ready(endpoints)
+        with serving(pilot.metrics.registry, settings.host, settings.port, "The autopilot") as address:
+            on_ready(Endpoints(address))
             dry = " Nothing is changed: it is a dry run." if settings.is_dry_run else ""
             pilot.log(Entry("", "started", f"The autopilot follows {said_of(pilot.policy)}.{dry}"))
             pilot.look()
@@ -96,19 +95,3 @@ def _signals() -> Iterator[_Stopped]:
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-
-
-@contextmanager
-def _serving(metrics: AutopilotMetrics, settings: Settings) -> Iterator[Endpoints]:
-    (port,) = choose_ports([settings.port])
-    try:
-        port, stop = metrics.serve(settings.host, port)
-    except OSError as error:
-        raise PortError(
-            f"The autopilot cannot listen at {settings.host}: {error.strerror or error}. Nothing was started. Give an address of "
-            "this machine with --host."
-        ) from None
-    try:
-        yield Endpoints(f"{settings.host}:{port}")
-    finally:
-        stop()
