@@ -29,7 +29,7 @@ from tritonpilot.tune import Space, Tuned, Wish, tune
 
 # -- tuner_regret
 
-GRID_S = 6.0  # a point of the grid is measured
+GRID_S = 8.0  # a point of the grid is measured
 VERIFY_S = 3.0
 AGAIN_S = 6.0
 AGAIN = 2  # of the grid's best, measured again beside the choice
