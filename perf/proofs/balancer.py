@@ -94,6 +94,8 @@ class Killed:
     """What the retryable calls that failed were told, each once."""
     most_ms: float
     """The longest of the retryable calls."""
+    after_p99_ms: tuple[float, ...]
+    """Of the retryable calls of each second after the kill."""
 
 
 def balancer_kill(bench: Bench) -> Outcome:
@@ -131,6 +133,7 @@ def balancer_kill(bench: Bench) -> Outcome:
             "p99_before_ms": [round(each.steady_p99_ms, 1) for each in found],
             "back_at_times_p99": BACK,
             "longest_call_ms": [round(each.most_ms, 1) for each in found],
+            "p99_of_each_second_after_ms": [[round(value, 1) for value in each.after_p99_ms] for each in found],
             "left_out_after_s": [round(each.left_out_s, 2) for each in found],
             "model": f"emulated: {emulated.V100}",
             "calls_per_s": sum(PER_S.values()),
@@ -178,15 +181,20 @@ def kill(server: EmbeddedServer, load: Load, steady_s: float, after_s: float) ->
         raise NoisyRoundError("the kill hit no request that would show it")
     steady = _p99([call for call in calls if began_s <= call.at_s < killed_s - DEADLINE_S / 10])
     retryable = [call for call in calls if call.group in RETRYABLE]
+    after = [call for call in retryable if killed_s <= call.at_s < judged_s]
     groups = (*RETRYABLE, LOST)
     return Killed(
         steady,
-        back_s([call for call in retryable if killed_s <= call.at_s < judged_s], killed_s, BACK * steady),
+        back_s(after, killed_s, BACK * steady),
         left_out_s,
         {group: sum(call.group == group for call in calls) for group in groups},
         {group: sum(call.group == group and bool(call.error) for call in calls) for group in groups},
         tuple(sorted({call.error for call in retryable if call.error})),
         max(call.latency_ms for call in retryable),
+        tuple(
+            _p99([call for call in after if second <= call.at_s - killed_s < second + 1])
+            for second in range(int(after_s))
+        ),
     )
 
 
