@@ -32,12 +32,16 @@ from tritonpilot.setting import Setting
 from tritonpilot.spec import LatestVersions, Service, load_services
 
 EXIT_TIMEOUT_S = 2  # nobody but us waits for answers; after a refused reload tritonserver ends no earlier
-STEADY_TIMEOUT_S = 30.0
+STEADY_TIMEOUT_S = 15.0
 IDLE_LOOK_S = 0.2
 IDLE_CORES = 0.1  # wakers and keep-alives of an idle server take below 0.02
 LOOKS = 2  # of an idle server, one after the other
 DEATH_S = 1.0  # from the end of tritonserver, when calls to it fail, to that of its keeper, who knows how it ended
 PREFIX, LOCK = "tritonpilot-stage-", "lock"
+
+
+class RestlessError(ServerError):
+    """The server answers, but it works or has instances that it should not have."""
 
 
 class Stage:
@@ -138,11 +142,9 @@ class Stage:
         self.setting = None
         publishes = repository.publish(self._root, build.folders(build.plan([wanted, *self._called()], self._target)))
         try:
-            if self._server is None:
+            if self._server is None or not self._is_reloaded(setting):
                 self._start()
-            else:
-                self._server.load(self.model)
-            self._wait_steady(setting.instances)
+                self._wait_steady(setting.instances)
         except ServerError:
             self.check_alive()
             self._stop()  # its index would go on naming the version that failed
@@ -158,6 +160,17 @@ class Stage:
         self._stop()
         if setting is not None:
             self.apply(setting)
+
+    def _is_reloaded(self, setting: Setting) -> bool:
+        """Load the model again; False when an old instance would not end, which Triton does once in some hundred reloads."""
+        self.server.load(self.model)
+        try:
+            self._wait_steady(setting.instances)
+        except RestlessError as error:
+            self._say(f"{error} Its server is started again.")
+            self._stop()
+            return False
+        return True
 
     def _stop(self) -> None:
         self.setting = None
@@ -210,7 +223,7 @@ class Stage:
                 shutil.rmtree(self._root / name / str(version))
 
     def _wait_steady(self, instances: int) -> None:
-        """Wait until the old copy's stubs have ended and the server does nothing. Raises ServerError when that takes too long."""
+        """Wait until the old copy's stubs have ended and the server does nothing. Raises RestlessError when that takes too long."""
         server = self.server
         deadline = time.monotonic() + STEADY_TIMEOUT_S
         idle = 0
@@ -225,7 +238,7 @@ class Stage:
             is_idle = (used - before) / (seen - looked) < IDLE_CORES and stubs in (0, instances)
             idle = idle + 1 if is_idle else 0
             if time.monotonic() > deadline:
-                raise ServerError(
+                raise RestlessError(
                     f"{self.model} answers, but its server did not come to rest in {STEADY_TIMEOUT_S:g} s: {stubs} stubs for "
                     f"{instances} instances, {(used - before) / (seen - looked):.2f} cores busy. Nothing was measured. "
                     f"Look at {os.fspath(server.log_file)}, and at who else sends it requests."
