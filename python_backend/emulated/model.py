@@ -35,7 +35,9 @@ class Parameters:
 
     curve: str = parameter("curve.json", "file with the times, in the version folder")
     seed: int = parameter(
-        0, "of the spread; every instance draws the same times in the same order, after every load again", minimum=0
+        0,
+        "of the spread; an instance draws the same times in the same order after every load, another one other times",
+        minimum=0,
     )
     input_size: int = parameter(1, "numbers in a row, so that requests may be as large as the real model's", minimum=1)
     output_size: int = parameter(1, "numbers in an answer's row", minimum=1)
@@ -60,7 +62,7 @@ class Emulated(Backend[Parameters, Array, Array]):
         self._device = place.open("rb") if asked.one_device else None  # a file that all instances have
         self._is_batched = context.config.get("max_batch_size", 0) > 0
         self._size = asked.output_size
-        self._draws = Draws(curve, asked.seed)
+        self._draws = Draws(curve, f"{asked.seed} {context.instance}")
         context.log(f"is emulated: its executions last as those of {curve.name} ({curve.source}) and compute nothing")
         _sleep_exactly()
 

@@ -55,7 +55,7 @@ class Curve:
 class Draws:
     """Times of one execution after the other, us."""
 
-    def __init__(self, curve: Curve, seed: int) -> None:
+    def __init__(self, curve: Curve, seed: int | str) -> None:
         self._curve = curve
         self._random = random.Random(seed)
         self._centre = -(curve.spread**2) / 2  # so that the mean stays the curve's

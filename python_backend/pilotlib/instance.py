@@ -36,6 +36,7 @@ def set_up(
     infer: Infer,
     device: str = "cpu",
     log: Callable[[str], None] = print,
+    name: str = "",
 ) -> tuple[Backend[Any, Any, Any], CommonParameters, tuple[str, ...]]:
     """A backend ready to answer, the parameters that all backends have, and remarks on those that are ignored.
 
@@ -51,7 +52,7 @@ def set_up(
     common, strange = parse(_common(raw, backend_class.parameters), CommonParameters)
     backend = backend_class()
     backend.set_up(
-        Context(model, version, version_folder, config, parameters, cores_of_instance(config), infer, device, log)
+        Context(model, version, version_folder, config, parameters, cores_of_instance(config), infer, device, log, name)
     )
     return backend, common, remarks + strange
 

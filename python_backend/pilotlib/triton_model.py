@@ -58,6 +58,7 @@ class _TritonModel:
                 infer=self._infer,
                 device=_device(self.backend_class, args, config.get("backend", "")),
                 log=self._warn,
+                name=args["model_instance_name"],
             )
             self._recorder = recorder_of(
                 config,

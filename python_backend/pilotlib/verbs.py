@@ -74,6 +74,8 @@ class Context(Generic[P]):
     """Where this instance is to run: "cpu", or "cuda:<index>" for a GPU instance of a backend that `runs_on_gpu`."""
     log: Callable[[str], None] = print
     """Writes a line into the server's log, as a warning."""
+    instance: str = ""
+    """The name that Triton gave this instance, as ctr_0_1: no other one of the model has it."""
 
 
 class Backend(Generic[P, I, R]):

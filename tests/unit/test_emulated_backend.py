@@ -47,6 +47,17 @@ def test_the_spread_keeps_the_mean_and_the_seed_decides() -> None:
     assert [again.next_us(1) for _ in range(5)] == times[:5].tolist()
 
 
+def test_instances_draw_times_of_their_own() -> None:
+    curve = Curve("a device", "a test", (1,), (1000.0,), spread=0.2)
+
+    def times(seed: str) -> list[float]:
+        draws = Draws(curve, seed)
+        return [draws.next_us(1) for _ in range(5)]
+
+    assert times("0 v100_0_0") == times("0 v100_0_0")
+    assert times("0 v100_0_0") != times("0 v100_0_1")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
