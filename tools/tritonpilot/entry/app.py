@@ -20,6 +20,7 @@ from pathlib import Path
 import uvloop
 
 from tritonpilot.entry.desk import Desk
+from tritonpilot.entry.extras import Extras
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.grpc_front import GrpcFront
 from tritonpilot.entry.http_front import HttpFront
@@ -76,7 +77,8 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
     # uvloop's own clock stands still within a turn of the loop and counts milliseconds.
     gate = Gate(time.monotonic, lambda at_s, call: loop.call_later(max(0.0, at_s - time.monotonic()), call), metrics)
     metrics.watch(gate, keys)
-    desk = Desk(gate, settings.triton_http, keys, say=say, on_denied=metrics.denied)
+    extras = Extras([], say)
+    desk = Desk(gate, settings.triton_http, keys, say=say, on_denied=metrics.denied, extras=extras)
     http = HttpFront(desk, settings.triton_http, max_request_bytes=settings.max_request_bytes)
     grpc = GrpcFront(desk, settings.triton_grpc, max_request_bytes=settings.max_request_bytes)
     received: asyncio.Future[int] = loop.create_future()

@@ -19,6 +19,7 @@ from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from tritonpilot.entry import messages
+from tritonpilot.entry.extras import Extras
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.messages import Denied
 from tritonpilot.entry.tenants import KeyFile, KeyRefused, Tenant
@@ -43,8 +44,10 @@ class Desk:
         *,
         say: Callable[[str], None] = lambda _: None,
         on_denied: Callable[[int], None] = lambda _: None,
+        extras: Extras | None = None,
     ) -> None:
         self.gate = gate
+        self.extras = extras or Extras()
         self.tenants = tenants
         self.on_denied = on_denied
         """Called with the HTTP status whenever a front answers before the gate saw the request."""
@@ -107,11 +110,11 @@ class Desk:
         )
 
     async def keep_up(self) -> None:
-        """Read the tenants file when it changed, and the terms of known models again, until cancelled.
+        """Read the tenants file when it changed, and the terms of known models again, and let the extras work, until cancelled.
 
         Apart, for a Triton that hangs must not keep a revoked key alive.
         """
-        await asyncio.gather(self._watch_tenants(), self._watch_models())
+        await asyncio.gather(self._watch_tenants(), self._watch_models(), self.extras.keep_up())
 
     async def _watch_tenants(self) -> None:
         while self.tenants is not None:
@@ -163,19 +166,24 @@ class Desk:
         except InferenceServerException as error:
             said = str(error).lower()
             if "unknown model" in said or "not found" in said or "is not ready" in said:
-                self._terms.pop(model, None)
+                self._forget(model)
                 raise _unknown(model) from None
             raise messages.refused("broken", f"Triton did not tell the config of model '{model}': {error}") from None
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise messages.refused("starting", f"Triton cannot be reached: {error}", 1.0) from None
         except PilotError as error:
-            self._terms.pop(model, None)
+            self._forget(model)
             raise messages.refused("broken", str(error)) from None
         if self._terms.get(model) != terms:
             names = ", ".join(each.name for each in terms.classes if each.name) or "none"
             self._say(f"model {model}: classes {names}, {terms.window_rows} rows in flight")
             self._terms[model] = terms
+            self.extras.told(terms)
         return terms
+
+    def _forget(self, model: str) -> None:
+        self._terms.pop(model, None)
+        self.extras.gone(model)
 
     def _told(self, model: str, task: asyncio.Task[ModelTerms]) -> None:
         self._asking.pop(model, None)

@@ -20,6 +20,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from tritonpilot.entry import messages
+from tritonpilot.entry.extras import MOST_ANSWER_BYTES, Answer, Asked, Content
 from tritonpilot.entry.gate import Refusal, Status, Ticket
 from tritonpilot.entry.grpc_scan import SMALL_BYTES, check_sizes, scan
 from tritonpilot.entry.messages import Denied
@@ -179,6 +180,7 @@ class GrpcFront:
             return await self._answer(message, context, flight)
         finally:
             if not flight.is_started:
+                flight.end(False)
                 self._let_go(flight)
 
     async def _answer(self, message: bytes, context: Context, flight: _Flight) -> bytes:
@@ -186,6 +188,13 @@ class GrpcFront:
             ticket = await self._asked(message, context, flight)
         except Denied as denied:
             await self._deny(context, denied)
+        if flight.asked is not None and isinstance(ticket, Ticket):
+            found = await _looked_before(flight.asked, ticket)
+            if isinstance(found, Answer):
+                flight.asked = None
+                return found.text
+            if found is not None:
+                await _abort(context, found)
         refusal = ticket if isinstance(ticket, Refusal) else self._desk.gate.submit(ticket)
         try:
             answer = _refused(refusal) if refusal is not None else await flight.answer
@@ -241,6 +250,20 @@ class GrpcFront:
         deadline_s = None if budget_s is None or budget_s > LONGEST_S else now_s + budget_s
         flight.request = request
         flight.trace = asked.trace()
+        extras = self._desk.extras.of(name)
+        if extras is not None:
+            whose = "" if tenant is None else tenant.name
+            flight.asked = Asked(
+                self._desk.extras,
+                extras,
+                terms,
+                request.model_version,
+                whose,
+                class_name,
+                "grpc",
+                request.id,
+                lambda: _content(request),
+            )
         return Ticket(terms, class_name, _rows(request, terms), tenant, deadline_s, flight.start, flight.refuse)
 
     def _let_go(self, flight: _Flight) -> None:
@@ -255,11 +278,17 @@ class GrpcFront:
         """
         status: Status = "error"
         try:
+            if flight.asked is not None:
+                target = flight.asked.choose_target()
+                if target != flight.request.model_name:
+                    flight.request.model_name, flight.request.model_version = target, ""
             _set_parameters(flight.request.parameters, ticket)
             self._next = (self._next + 1) % len(self._infers)
             message = flight.request.SerializeToString()
             flight.request = None  # large requests are kept once
-            flight.tell(await self._infers[self._next](message, metadata=flight.trace))
+            answer = await self._infers[self._next](message, metadata=flight.trace)
+            flight.tell(answer)
+            flight.end(True, Answer(answer) if len(answer) <= MOST_ANSWER_BYTES else None)
             status = "ok"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -270,6 +299,7 @@ class GrpcFront:
             flight.tell(messages.refused("starting", "The entry ends. The request may be sent again.", 1.0))
         finally:
             flight.tell(Denied(500, "INTERNAL", "The entry failed."))  # after an error that is none of these
+            flight.end(False)
             self._let_go(flight)
             self._desk.gate.finished(ticket, status)
 
@@ -336,13 +366,14 @@ class _Asked:
 class _Flight:
     """One accepted request between the gate, its caller and Triton."""
 
-    __slots__ = ("_send", "_task", "answer", "held_bytes", "request", "trace")
+    __slots__ = ("_send", "_task", "answer", "asked", "held_bytes", "request", "trace")
 
     def __init__(self, send: Callable[[Ticket, _Flight], Coroutine[Any, Any, None]]) -> None:
         self._send = send
         self._task: asyncio.Task[None] | None = None
         self.request: Any = None
         self.held_bytes = 0
+        self.asked: Asked | None = None  # until it has ended, where extras want to know
         self.trace: tuple[tuple[str, str], ...] | None = None  # metadata for Triton
         self.answer: asyncio.Future[bytes | Denied] = asyncio.get_running_loop().create_future()
         """For the caller; cancelled when he has gone. Not an exception: its traceback would keep the request until a collection."""
@@ -357,11 +388,51 @@ class _Flight:
 
     def refuse(self, _: Ticket, refusal: Refusal) -> None:
         self.tell(_refused(refusal))
+        self.end(False)
+
+    def end(self, is_ok: bool, answer: Answer | None = None) -> None:
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            # NOTE: later, when the caller has been told.
+            asyncio.get_running_loop().call_soon(asked.end, answer, is_ok)
 
     def tell(self, answer: bytes | Denied) -> None:
         """The first answer is the caller's."""
         if not self.answer.done():
             self.answer.set_result(answer)
+
+
+async def _looked_before(asked: Asked, ticket: Ticket) -> Answer | Denied | None:
+    """An answer that is there, or that one has waited for; None to go on."""
+    while True:
+        found = asked.before()
+        if found is None or isinstance(found, Answer):
+            return found
+        told: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        found.then = lambda answer, told=told: None if told.done() else told.set_result(answer)
+        left_s = None if ticket.deadline_s is None else max(0.0, ticket.deadline_s - time.monotonic())
+        try:
+            answer = await asyncio.wait_for(told, left_s)
+        except asyncio.TimeoutError:
+            return messages.refused("deadline", messages.WAITED_TOO_LONG)
+        finally:
+            found.then = None
+        if answer is not None:
+            return answer
+
+
+def _content(request: Any) -> Content | None:
+    """For extras, before it is sent."""
+    if any(name in request.parameters for name in messages.SEQUENCE_PARAMETERS) or any(
+        _REGION in one.parameters for one in (*request.inputs, *request.outputs)
+    ):
+        return None
+    plain = type(request)()
+    plain.CopyFrom(request)
+    plain.id = ""
+    for name in messages.OWN_PARAMETERS:
+        plain.parameters.pop(name, None)
+    return Content(plain.SerializeToString(deterministic=True))
 
 
 def _method(channel: Any, method: str) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tritonpilot.entry import messages
+from tritonpilot.entry.extras import MOST_ANSWER_BYTES, Answer, Asked, Content, Waiting
 from tritonpilot.entry.gate import Refusal, Status, Ticket
 from tritonpilot.entry.http_back import BackendConnection, Request
 from tritonpilot.entry.messages import Denied
@@ -35,6 +36,12 @@ _CLASS = messages.CLASS_HEADER.encode()
 _TRACEPARENT, _TRACESTATE = messages.TRACEPARENT_HEADER.encode(), messages.TRACESTATE_HEADER.encode()
 _NO_REGIONS = "Shared memory cannot be used where tenants share a Triton."
 _REJECTIONS = (429, 503)
+_JSON_SIZE = re.compile(rb"\r\ninference-header-content-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
+_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+_ANSWER_BINARY = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
 _INFLATED_BYTES = (
     4 * 2**20
 )  # of a compressed body in one step, after which it is looked at what all requests have together
@@ -47,10 +54,11 @@ _FEW_BYTES = 2 * _MOST_CONTAINERS  # of JSON that cannot have so many
 class Route:
     """A path, as Triton gets it."""
 
-    __slots__ = ("get", "is_infer", "is_open", "model", "post", "post_binary")
+    __slots__ = ("get", "is_infer", "is_open", "model", "post", "post_binary", "version")
 
-    def __init__(self, path: bytes, model: str, *, is_infer: bool, is_open: bool) -> None:
+    def __init__(self, path: bytes, model: str, version: str = "", *, is_infer: bool, is_open: bool) -> None:
         self.model = model  # "" for paths of the server
+        self.version = version  # "" for the one that Triton takes
         self.is_infer = is_infer
         self.is_open = is_open  # to callers without a key
         self.get = b"GET %b HTTP/1.1\r\nHost: triton\r\n\r\n" % path
@@ -65,6 +73,7 @@ class Call:
     """Filled by its Connection; then a Receiver of http_back."""
 
     __slots__ = (
+        "_asked",
         "_caller",
         "_dumps",
         "_front",
@@ -72,9 +81,11 @@ class Call:
         "_is_sent",
         "_json",
         "_parameters",
+        "_seen",
         "_tail",
         "_ticket",
         "_timer",
+        "_waiting",
         "authorizations",
         "awaits_continue",
         "body",
@@ -132,6 +143,9 @@ class Call:
         self._dumps: Callable[[Any], bytes] = orjson.dumps
         self._is_sent = False  # towards Triton
         self._has_begun = False  # the caller has had a part of the answer
+        self._asked: Asked | None = None  # until it has ended, where extras want to know
+        self._seen: list[bytes] = []  # of the answer, for them
+        self._waiting: tuple[Waiting, asyncio.TimerHandle | None] | None = None  # for the answer to another request
 
     @property
     def is_plain(self) -> bool:
@@ -168,6 +182,10 @@ class Call:
     def caller_left(self) -> None:
         """The connection of the caller is gone."""
         self._caller = None
+        if self._waiting is not None:
+            self._stop_waiting()
+        if self._asked is not None and not self._is_sent:
+            self._end(False)
         ticket = self._ticket
         if ticket is not None:
             if not self._is_sent:
@@ -209,8 +227,12 @@ class Call:
         if is_last and caller is not None:
             self._caller = None
             caller.done(self)
+        if self._asked is not None:
+            self._collect(data, is_last) if status == 200 else self._end(False)
 
     def more(self, data: bytes, is_last: bool) -> None:
+        if self._asked is not None:
+            self._collect(data, is_last)
         caller = self._caller
         if caller is None:
             return
@@ -222,6 +244,7 @@ class Call:
 
     def broke(self, reason: str) -> None:
         self._finish("unavailable")
+        self._end(False)
         if self._caller is None:
             return
         if self._has_begun:
@@ -343,7 +366,7 @@ class Call:
         _check_tensors(asked, len(text), len(body), is_shared=self.tenant is not None)
         class_name = desk.class_of(self.tenant, terms, named, priority)
         self._json, self._parameters = asked, parameters
-        ticket = self._ticket = Ticket(
+        ticket = Ticket(
             terms,
             class_name,
             _rows_of(asked, terms.max_batch_size),
@@ -352,13 +375,114 @@ class Call:
             self._start,
             self._refuse,
         )
-        refusal = desk.gate.submit(ticket)
+        extras = desk.extras.of(terms.name)
+        if extras is None:
+            self._enter(ticket)
+            return
+        assert self.route is not None
+        tenant = "" if self.tenant is None else self.tenant.name
+        request_id = asked.get("id", "")
+        self._asked = Asked(
+            desk.extras,
+            extras,
+            terms,
+            self.route.version,
+            tenant,
+            class_name,
+            "http",
+            request_id if type(request_id) is str else "",
+            self._content,
+        )
+        self._look_before(ticket)
+
+    def _enter(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        refusal = self._front.desk.gate.submit(ticket)
         if refusal is not None:
             self._refuse(ticket, refusal)
+
+    # -- extras --------------------------------------------------------------------------------------------------------
+
+    def _look_before(self, ticket: Ticket) -> None:
+        """Take an answer that is there, or wait for one that comes, or go on."""
+        assert self._asked is not None
+        found = self._asked.before()
+        if found is None:
+            self._enter(ticket)
+        elif isinstance(found, Answer):
+            self._answer(found)
+        else:
+            timer = None
+            if ticket.deadline_s is not None:
+                left_s = max(0.0, ticket.deadline_s - time.monotonic())
+                timer = asyncio.get_running_loop().call_later(left_s, self._wait_ends)
+            self._waiting = found, timer
+            found.then = lambda answer: self._waited(ticket, answer)
+
+    def _waited(self, ticket: Ticket, answer: Answer | None) -> None:
+        self._stop_waiting()
+        if answer is None:
+            self._look_before(ticket)
+        else:
+            self._answer(answer)
+
+    def _wait_ends(self) -> None:
+        self._stop_waiting()
+        self._refuse(None, Refusal("deadline", messages.WAITED_TOO_LONG))
+
+    def _stop_waiting(self) -> None:
+        assert self._waiting is not None
+        waiting, timer = self._waiting
+        self._waiting = waiting.then = None
+        if timer is not None:
+            timer.cancel()
+
+    def _answer(self, answer: Answer) -> None:
+        """Instead of Triton."""
+        self._asked = None
+        self._drop_body()
+        text, tail = answer
+        head = _ANSWER_BINARY % (len(text), len(text) + len(tail)) if tail else _ANSWER % len(text)
+        self.answered(200, b"".join((head, text, tail)), len(head), True)
+
+    def _content(self) -> Content | None:
+        """For extras, before it is sent."""
+        asked, parameters = self._json, self._parameters
+        if asked is None or not _is_whole(asked, parameters):
+            return None
+        plain = {name: value for name, value in parameters.items() if name not in messages.OWN_PARAMETERS}
+        try:
+            text = self._dumps({**{name: value for name, value in asked.items() if name != "id"}, "parameters": plain})
+        except (RecursionError, orjson.JSONEncodeError):
+            return None
+        return Content(text, b"" if self._tail is None else self._tail)
+
+    def _collect(self, data: bytes, is_last: bool) -> None:
+        """A part of the answer, of which the caller has what has come before."""
+        seen = self._seen
+        seen.append(data)
+        if sum(map(len, seen)) > MOST_ANSWER_BYTES:
+            self._seen = []
+            self._end(True)
+        elif is_last:
+            self._seen = []
+            self._end(True, _answer_of(b"".join(seen)))
+
+    def _end(self, is_ok: bool, answer: Answer | None = None) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            # NOTE: later, for the caller's answer is only written at the end of this turn of the loop.
+            asyncio.get_running_loop().call_soon(asked.end, answer, is_ok)
+
+    # -- towards Triton, again -----------------------------------------------------------------------------------------
 
     def _start(self, ticket: Ticket) -> None:
         route, parameters = self.route, self._parameters
         assert route is not None
+        if self._asked is not None:
+            target = self._asked.choose_target()
+            if target != route.model:
+                route = self._front.route(b"POST", f"/v2/models/{target}/infer".encode())
         if ticket.level > 0:
             parameters[messages.PRIORITY_PARAMETER] = ticket.level
         else:
@@ -395,10 +519,12 @@ class Call:
 
     def _cannot_be_sent(self, reason: str) -> None:
         self._finish("error")
+        self._end(False)
         if self._caller is not None:
             self._deny(messages.refused("bad_request", f"The request's JSON cannot be passed on: {reason}."))
 
     def _refuse(self, _: Ticket | None, refusal: Refusal) -> None:
+        self._end(False)
         if not self._is_sent:
             self._ticket = None
             self._drop_body()
@@ -548,6 +674,27 @@ def _check_tensors(asked: dict[str, Any], json_size: int, body_size: int, *, is_
         for tensor in outputs if type(outputs) is list else ():
             if type(tensor) is dict and _region_of(tensor) is not None:
                 raise messages.refused("forbidden", _NO_REGIONS)
+
+
+def _is_whole(asked: dict[str, Any], parameters: dict[str, Any]) -> bool:
+    """Whether all that is asked is in the request: no shared memory, no sequence."""
+    if any(name in parameters for name in messages.SEQUENCE_PARAMETERS):
+        return False
+    for what in ("inputs", "outputs"):
+        tensors = asked.get(what)
+        if type(tensors) is list and any(type(each) is dict and _region_of(each) is not None for each in tensors):
+            return False
+    return True
+
+
+def _answer_of(data: bytes) -> Answer:
+    """The parts of a whole answer of Triton's."""
+    head_size = data.find(b"\r\n\r\n") + 4
+    size = _JSON_SIZE.search(data, 0, head_size)
+    if size is None:
+        return Answer(data[head_size:])
+    text_end = head_size + int(size[1])
+    return Answer(data[head_size:text_end], data[text_end:])
 
 
 def _region_of(tensor: dict[str, Any]) -> object:

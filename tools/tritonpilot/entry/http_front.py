@@ -181,7 +181,7 @@ class HttpFront:
         forwarded = b"/".join([b"/v2/models", model.encode(), *trailing])
         if forwarded in _TAKEN:
             raise _no_such_path()
-        return Route(forwarded, model, is_infer=what == b"infer", is_open=False)
+        return Route(forwarded, model, version, is_infer=what == b"infer", is_open=False)
 
     def _look_at_times(self) -> None:
         now = time.monotonic()

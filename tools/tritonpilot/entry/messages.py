@@ -28,6 +28,10 @@ RETRY_AFTER_MS_HEADER = "retry-after-ms"  # also the name in gRPC's trailing met
 PRIORITY_PARAMETER = "priority"
 TIMEOUT_PARAMETER = "timeout"
 DEADLINE_PARAMETER = "pilot_deadline_ns"  # CLOCK_MONOTONIC of this host, for backends
+#: What the entry sets or drops; all others change what is asked.
+OWN_PARAMETERS = frozenset([PRIORITY_PARAMETER, TIMEOUT_PARAMETER, DEADLINE_PARAMETER])
+SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")  # what is answered depends on what came before
+WAITED_TOO_LONG = "The same request is under way, and was not answered by this one's deadline."
 
 MAX_PRIORITY = 2**32 - 1  # Triton's type of priority levels
 MAX_TIMEOUT_US = 2**63 - 1  # what KServe's int64 parameters hold
