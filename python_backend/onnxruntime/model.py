@@ -18,6 +18,7 @@ from pilotlib.blame import input_at_fault
 from pilotlib.instance import settle
 from pilotlib.intake import intake_of
 from pilotlib.onnx_session import ModelFileError, OnnxSession, model_path, session_options
+from pilotlib.optimized import open_session
 from pilotlib.parameters import ParameterError, parse
 from pilotlib.recorder import recorder_of
 from pilotlib.rows import RowRunner
@@ -59,7 +60,7 @@ class TritonPythonModel:
             parameters, remarks = parse(config.get("parameters", {}))
             options, more_remarks = session_options(config, parameters, _core_count())
             path = model_path(config, Path(args["model_repository"]) / version)
-            session = OnnxSession(path, options, parameters.memory_arena_shrinkage)
+            session, even_more = open_session(path, config, parameters, options)
             check(config, session.signature)
             self._recorder = recorder_of(
                 config,
@@ -95,7 +96,7 @@ class TritonPythonModel:
 
         self._intake, more = intake_of(args, config, parameters)
         if args["model_instance_name"].endswith("_0"):
-            for remark in remarks + more_remarks + more:
+            for remark in remarks + more_remarks + even_more + more:
                 pb_utils.Logger.log_warn(printable(f'model "{name}": {remark}'))
         settle()
 

@@ -77,6 +77,10 @@ def test_an_ensemble_passes_strings_through_its_members(served: EmbeddedServer) 
     assert answer.tolist() == [["größe".encode()]]
 
 
+def test_configs_of_the_build_are_not_completed_at_the_start(served: EmbeddedServer) -> None:
+    assert " strict_model_config              | 1 " in served.log_file.read_text()
+
+
 def test_an_ensemble_is_built_by_its_name_alone(models: Path) -> None:
     everything = spec.load_services(models)
 

@@ -6,7 +6,6 @@ Exit codes are those of tritonpilot.errors; 2 is a usage error, 130 is Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -22,10 +21,10 @@ import tritonpilot
 from tritonpilot import build as building
 from tritonpilot import demo as demonstration
 from tritonpilot import engine as engines
+from tritonpilot import optimized, samples, spec, sweep, trtexec
 from tritonpilot import repository as repositories
-from tritonpilot import samples, spec, sweep, trtexec
 from tritonpilot import top as tops
-from tritonpilot.commands import autopilot, costs, load, plan, replay, simulate, tune
+from tritonpilot.commands import autopilot, costs, load, plan, replay, serve, simulate, tune
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
@@ -41,12 +40,12 @@ from tritonpilot.commands.options import (
     numbers,
     show,
 )
+from tritonpilot.commands.run import run
 from tritonpilot.entry import tenants as tenant_keys
-from tritonpilot.errors import HostError, PilotError, RepositoryError, ServerError, SpecError
+from tritonpilot.errors import PilotError, RepositoryError, ServerError, SpecError
 from tritonpilot.measurement import table, to_json
 from tritonpilot.pipeline import parts
 from tritonpilot.server import EmbeddedServer
-from tritonpilot.server import serve as serve_until_signal
 from tritonpilot.written import nearest
 
 app = typer.Typer(
@@ -65,22 +64,7 @@ app.add_typer(tenants, name="tenants")
 
 def main() -> NoReturn:
     """Entry point of the `tritonpilot` command."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        app(standalone_mode=True)
-    except PilotError as error:
-        print(f"tritonpilot: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:  # `tritonpilot ... | head`
-        sys.stderr.close()
-        sys.exit(141)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no place either
-        print(f"tritonpilot: something could not be written: {error}. Make room and repeat.", file=sys.stderr)
-        sys.exit(HostError.exit_code)
-    sys.exit(0)
+    run(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -100,6 +84,9 @@ def build(
     prepare: Annotated[bool, typer.Option("--prepare", help="Train or export model files that are missing.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 6 when the repository differs.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; print what would be done.")] = False,
+    optimize: Annotated[
+        bool, typer.Option(help="Keep copies of ONNX models that are optimized for this CPU: a server starts sooner.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Write the model repository from the service files (only what changed, each model in one step)."""
@@ -127,74 +114,13 @@ def build(
     else:
         building.check_versions(repository, plans)
         changes = repositories.publish(repository, building.folders(plans))
+        for note in optimized.write(repository, [change.name for change in changes]) if optimize else ():
+            narrate(note)
     if as_json:
         print(json.dumps([change.as_dict() for change in changes], indent=2))
     else:
         for change in changes:
             print(change.describe())
-
-
-@app.command(epilog="Example: tritonpilot serve --model ctr --http-port 9000 --json")
-def serve(
-    repository: Repository = REPOSITORY,
-    model: Annotated[
-        Optional[list[str]], typer.Option("--model", help="Load only this model (repeatable); default: all.")  # noqa: UP045
-    ] = None,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8002,
-    cpus: Cpus = "",
-    log_file: Annotated[Optional[Path], typer.Option(help="Append Triton's log to this file.")] = None,  # noqa: UP045
-    strict_config: Annotated[bool, typer.Option(help="Forbid Triton to complete a config.pbtxt.")] = False,
-    rate_limit: Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")] = False,
-    cache_mb: Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)] = 0,
-    http_threads: Annotated[
-        int,
-        typer.Option(
-            help="Triton's HTTP threads; 0: its default. On one core 1 costs least; load over gRPC then.", min=0
-        ),
-    ] = 0,
-    trace_url: Annotated[
-        str,
-        typer.Option(
-            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-            metavar="URL",
-            help="OTLP/HTTP receiver of OpenTelemetry spans, as http://127.0.0.1:4318/v1/traces.",
-        ),
-    ] = "",
-    models: Models = MODELS,
-    as_json: Json = False,
-) -> None:
-    """Serve the repository with a real tritonserver on loopback until Ctrl-C or SIGTERM."""
-    server = EmbeddedServer(
-        repository,
-        models=model or None,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
-        cpus=cpu_list(cpus),
-        log_file=log_file,
-        strict_config=strict_config,
-        rate_limit=rate_limit,
-        cache_size_bytes=cache_mb << 20,
-        http_threads=http_threads,
-        trace_url=trace_url,
-        probe_inputs=building.probe_inputs(models, repository),
-        on_progress=narrate,
-    )
-
-    def ready(started: EmbeddedServer) -> None:
-        facts = started.describe()
-        if as_json:
-            print(json.dumps(facts), flush=True)
-        else:
-            for name, endpoint in facts["endpoints"].items():
-                print(f"{name:8} {endpoint}", flush=True)
-            narrate("serving; Ctrl-C stops")
-
-    received = serve_until_signal(server, ready)
-    narrate("stopped; requests in flight were answered")
-    raise typer.Exit(130 if received == signal.SIGINT else 0)
 
 
 @app.command(epilog="Example: tritonpilot entry --tenants tenants.yaml --json")
@@ -486,6 +412,7 @@ def measure(
         show(lambda _: [table(points, title=f"{service}, {batch} row{'s' * (batch > 1)} per request")])
 
 
+app.command("serve", epilog=serve.EPILOG)(serve.command)
 app.command("autopilot", epilog=autopilot.EPILOG)(autopilot.command)
 app.command("costs", epilog=costs.EPILOG)(costs.command)
 app.command("load", epilog=load.EPILOG)(load.command)
@@ -586,8 +513,3 @@ def _quantised_parts(services: list[spec.Service], name: str) -> list[spec.Servi
             "rows (docs/quantization.md)."
         )
     return chosen
-
-
-def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 -- the signature of a handler
-    """SIGTERM ends the command as Ctrl-C does, so that `with` blocks clean up."""
-    raise KeyboardInterrupt

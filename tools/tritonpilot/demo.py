@@ -16,7 +16,7 @@ import tritonclient.grpc
 from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
-from tritonpilot import build, repository, samples, spec, sweep
+from tritonpilot import build, optimized, repository, samples, spec, sweep
 from tritonpilot.errors import ServerError
 from tritonpilot.measurement import Point
 from tritonpilot.server import EmbeddedServer
@@ -61,6 +61,8 @@ def run(models: Path, root: Path, narrate: Callable[[str], None]) -> Result:
     plans = build.plan(services)
     for change in repository.publish(root, build.folders(plans)):
         narrate(change.describe())
+    for note in optimized.write(root, [plan.folder.name for plan in plans]):
+        narrate(note)
     names = [service.service for service in services]
     probes = build.probe_inputs(models, root)
     with EmbeddedServer(root, models=names, probe_inputs=probes, on_progress=narrate) as server:

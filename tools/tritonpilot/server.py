@@ -26,15 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tritonpilot import keeper
-from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics, NotLoadedError
 from tritonpilot.control_key import ControlKey, control_key
 from tritonpilot.errors import HostError, PilotError, PortError, RepositoryError, ServerError
-from tritonpilot.model_config import COMPANION
 from tritonpilot.ports import choose_ports, port_taken
-from tritonpilot.repository import backend, called, models, versions
+from tritonpilot.repository import backend, called, is_complete, models, versions
 from tritonpilot.server_log import ServerLog
 from tritonpilot.tritonserver import (
     CONTROL_HEADER,
@@ -49,10 +47,14 @@ from tritonpilot.tritonserver import (
     waking_backends,
 )
 
+if TYPE_CHECKING:  # imported while Triton loads its models: gRPC and protobuf take as long as a small model
+    from tritonpilot.control import Control, Inputs, ModelState, ModelStatistics
+
 PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver's bind
 # From the last answer to SIGKILL. Stubs take 1 to 2 s to unload; for one that died, and for a model whose reload failed once,
 # tritonserver 2.51 waits until its exit timeout.
 UNLOAD_GRACE_S = 5
+COMPANION_BACKEND = "companion"
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
 _URL = re.compile(r"https?://[A-Za-z0-9_.:\[\]-]+(/[^\s,]*)?")
@@ -78,12 +80,14 @@ class EmbeddedServer:
     is a free one. `cpus` pins tritonserver and its stubs, `stays_awake` keeps these cores from resting (measurements on virtual
     machines, where a core that was at rest is slow for a while). `env` is added to their environment. `log_file` is
     appended to; without it the log is in the temporary folder and goes with it.
-    `strict_config` forbids Triton to complete a config.pbtxt. `rate_limit` switches the rate limiter on, `rate_limit_resources`
+    `strict_config` forbids Triton to complete a config.pbtxt; None: where all in `repository` are complete (the build's are), for
+    completing takes a second and a half at the start. `rate_limit` switches the rate limiter on, `rate_limit_resources`
     too and says how many of each resource there are; `cache_size_bytes` > 0 gives the response cache that much.
     `http_threads` (0: Triton's default, 8): one costs the least CPU time on a single core, but a load call over HTTP holds it.
     `trace_url` is an OTLP/HTTP receiver, as "http://127.0.0.1:4318/v1/traces", that gets the spans of requests which bring a trace
     context, and of one of so many others as `tracing` in a model's service file says.
-    `probe_inputs` maps model names to the inputs (name -> array) of the inference that proves readiness; other models get zeros.
+    `probe_inputs` maps model names to the inputs (name -> array) of the inference that proves readiness; other models get zeros. A
+    function that makes them is called while Triton loads its models.
     On stop, requests in flight have `exit_timeout_s` to be answered. `on_progress` gets lines for people.
 
     Errors of `start` (and of entering the block): HostError, PortError, RepositoryError, ServerError; nothing is left running.
@@ -101,14 +105,14 @@ class EmbeddedServer:
         stays_awake: bool = False,
         log_file: Path | None = None,
         extra_args: Sequence[str] = (),
-        strict_config: bool = False,
+        strict_config: bool | None = None,
         env: Mapping[str, str] | None = None,
         rate_limit: bool = False,
         rate_limit_resources: Mapping[str, int] | None = None,
         cache_size_bytes: int = 0,
         http_threads: int = 0,
         trace_url: str = "",
-        probe_inputs: Mapping[str, Inputs] | None = None,
+        probe_inputs: Mapping[str, Inputs] | Callable[[], Mapping[str, Inputs]] | None = None,
         on_progress: Callable[[str], None] | None = None,
         startup_timeout_s: float = 120,
         exit_timeout_s: int = 30,
@@ -128,7 +132,7 @@ class EmbeddedServer:
         self._cache_size_bytes = cache_size_bytes
         self._http_threads = http_threads
         self._trace_url = trace_url
-        self._probe_inputs = dict(probe_inputs or {})
+        self._probe_inputs = probe_inputs or {}
         self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
         self.exit_timeout_s = exit_timeout_s
@@ -294,12 +298,14 @@ class EmbeddedServer:
 
     def control(self) -> Control:
         """A gRPC connection with the key, to be closed by the caller: `with server.control() as control: ...`"""
+        from tritonpilot.control import Control
+
         return Control(self.endpoints.grpc, self.control_key)
 
     def load(self, name: str) -> list[ModelState]:
         """Load a model, or load it again after its files changed; see Control.load."""
         with self.control() as control:
-            states = control.load(name, probe_inputs=self._probe_inputs.get(name), timeout_s=self._startup_timeout_s)
+            states = control.load(name, probe_inputs=self._probe_input(name), timeout_s=self._startup_timeout_s)
             if self._trace_url:
                 control.set_trace_rate(name)
             return states
@@ -352,11 +358,11 @@ class EmbeddedServer:
 
     def _with_companion_if_needed(self, installation: Installation) -> tuple[str, ...]:
         """The models to load, without the companion when it was not asked for and every model here wakes its own queue."""
-        if not self._all_models or COMPANION not in self.models:
+        used = {name: backend(self.repository, name) for name in self.models}
+        others = [name for name in self.models if used[name] != COMPANION_BACKEND]
+        if not self._all_models or len(others) == len(self.models):
             return self.models
-        others = [name for name in self.models if name != COMPANION]
-        used = {backend(self.repository, name) for name in others} - {""}
-        return self.models if used - waking_backends(installation) else tuple(others)
+        return self.models if {used[name] for name in others} - {""} - waking_backends(installation) else tuple(others)
 
     def _check_cpus(self) -> None:
         allowed = os.sched_getaffinity(0)
@@ -375,6 +381,8 @@ class EmbeddedServer:
             log_file = self._given_log_file or self._folder / "tritonserver.log"
             self._log = ServerLog.open(log_file)
             backends = assemble(installation, self._folder, python)
+            own = os.environ.get("TRITONPILOT_BACKENDS")  # ours complete only what is incomplete
+            is_strict = is_complete(self.repository, Path(own) if own else None)
             assert self._key is not None
             options = Options(
                 repository=self.repository,
@@ -385,7 +393,7 @@ class EmbeddedServer:
                 control_key=self._key.value,
                 shm_prefix=self._shm_prefix,
                 exit_timeout_s=self.exit_timeout_s,
-                strict_config=self._strict_config,
+                strict_config=is_strict if self._strict_config is None else self._strict_config,
                 rate_limit=self._rate_limit,
                 rate_limit_resources=self._rate_limit_resources,
                 cache_size_bytes=self._cache_size_bytes,
@@ -439,9 +447,18 @@ class EmbeddedServer:
             raise died
         self._pid = int(number)
 
+    def _probe_input(self, name: str) -> Inputs | None:
+        if callable(self._probe_inputs):
+            self._probe_inputs = self._probe_inputs()
+        return self._probe_inputs.get(name)
+
     def _wait_ready(self) -> None:
         began = time.monotonic()
         deadline = began + self._startup_timeout_s
+        from tritonpilot.control import NotLoadedError
+
+        for name in self.models[:1]:
+            self._probe_input(name)  # what takes time for that: done by now
         self._wait_live(deadline)
         with self.control() as control:
             failed = []
@@ -449,7 +466,7 @@ class EmbeddedServer:
                 try:
                     for state in control.wait_ready(name, deadline):
                         left = max(1.0, deadline - time.monotonic())
-                        control.probe(name, self._probe_inputs.get(name), version=state.version, timeout_s=left)
+                        control.probe(name, self._probe_input(name), version=state.version, timeout_s=left)
                 except ServerError as error:
                     self._raise_if_ended()
                     unexplained = isinstance(error, NotLoadedError) and not error.reason

@@ -9,7 +9,10 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Entry point of the `tritonpilot` command."""
     try:
-        from tritonpilot import cli
+        if sys.argv[1:2] == ["serve"]:
+            from tritonpilot.commands.serve import main as of_command
+        else:
+            from tritonpilot.cli import main as of_command
     except KeyboardInterrupt:
         sys.exit(130)
-    cli.main()
+    of_command()

@@ -11,20 +11,22 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
-import rich
 import typer
-from rich.console import Console, RenderableType
 
 from tritonpilot.errors import HostError
-from tritonpilot.model_config import Target
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # One declaration per option: flag, default, help and type.
 Models = Annotated[Path, typer.Option("--models", help="Folder with one folder per service.", show_default=True)]
 Repository = Annotated[Path, typer.Option("--repository", help="Triton model repository.", show_default=True)]
 TargetOption = Annotated[
-    Target,
+    Literal[
+        "auto", "cpu", "gpu"
+    ],  # model_config.Target; its module would be imported by a command that needs none of it
     typer.Option("--target", help="Where instances run: cpu, gpu, or auto (Triton uses GPUs where there are some)."),
 ]
 Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="SERVICE")]  # noqa: UP045
@@ -43,6 +45,9 @@ def narrate(line: str) -> None:
 
 def show(render: Callable[[int | None], Iterable[RenderableType]]) -> None:
     """Print as wide as the terminal is; into files and pipes without a limit."""
+    import rich
+    from rich.console import Console
+
     console = rich.get_console()
     width = console.width if console.is_terminal else None
     if width is None:
