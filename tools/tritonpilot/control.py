@@ -240,10 +240,10 @@ class Control:
                     "for ready. Look at the model, or give it inputs that it accepts: `samples` of its service or step."
                 ) from None
 
-    def infer(self, request: service_pb2.ModelInferRequest, *, timeout_s: float = 30) -> None:
-        """One inference, by a request that is made already. Raises BusyError when the queue turns it away, else ServerError."""
+    def infer(self, request: service_pb2.ModelInferRequest, *, timeout_s: float = 30) -> service_pb2.ModelInferResponse:
+        """The answer to a request that is made already. Raises BusyError when the queue turns it away, else ServerError."""
         try:
-            self._stub.ModelInfer(request, timeout=timeout_s)
+            return self._stub.ModelInfer(request, timeout=timeout_s)
         except grpc.RpcError as failed:
             said = f"Model {request.model_name!r} at {self.endpoint} did not answer an inference: {_text(failed)}."
             queued = failed.code() == grpc.StatusCode.UNAVAILABLE and "tcp" not in failed.details()

@@ -71,7 +71,10 @@ class Extra:
         return None
 
     def target(self, asked: Asked) -> str:
-        """The model that is really asked, on the terms of the one that was meant. The first that differs is taken."""
+        """The model that is really asked, on the terms of the one that was meant. The first that differs is taken.
+
+        When that one fails, the one that was meant is asked: `asked.target` says who was in the end.
+        """
         return asked.model
 
     def after(self, asked: Asked, answer: Answer | None, ok: bool) -> None:
@@ -198,6 +201,10 @@ class Asked:
                 break
         self._read = None  # it holds the request
         return self.target
+
+    def falls_back(self) -> None:
+        """The other model has failed, and the one that was meant is asked."""
+        self.target = self.terms.name
 
     def end(self, answer: Answer | None, ok: bool) -> None:
         """Tell the extras; only the first time."""

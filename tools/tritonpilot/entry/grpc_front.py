@@ -278,15 +278,14 @@ class GrpcFront:
         """
         status: Status = "error"
         try:
-            if flight.asked is not None:
-                target = flight.asked.choose_target()
-                if target != flight.request.model_name:
-                    flight.request.model_name, flight.request.model_version = target, ""
             _set_parameters(flight.request.parameters, ticket)
             self._next = (self._next + 1) % len(self._infers)
-            message = flight.request.SerializeToString()
-            flight.request = None  # large requests are kept once
-            answer = await self._infers[self._next](message, metadata=flight.trace)
+            infer = self._infers[self._next]
+            answer = await self._tried_elsewhere(infer, flight) if flight.asked is not None else None
+            if answer is None:
+                message = flight.request.SerializeToString()
+                flight.request = None  # large requests are kept once
+                answer = await infer(message, metadata=flight.trace)
             flight.tell(answer)
             flight.end(True, Answer(answer) if len(answer) <= MOST_ANSWER_BYTES else None)
             status = "ok"
@@ -302,6 +301,24 @@ class GrpcFront:
             flight.end(False)
             self._let_go(flight)
             self._desk.gate.finished(ticket, status)
+
+    async def _tried_elsewhere(self, infer: Any, flight: _Flight) -> bytes | None:
+        """The answer of another model, where an extra said one; None: none said, or it failed, which costs nobody his answer."""
+        asked, request = flight.asked, flight.request
+        assert asked is not None
+        meant, version = request.model_name, request.model_version
+        target = asked.choose_target()
+        if target == meant:
+            return None
+        request.model_name, request.model_version = target, ""
+        try:
+            answer: bytes = await infer(request.SerializeToString(), metadata=flight.trace)
+        except grpc.aio.AioRpcError:
+            asked.falls_back()
+            request.model_name, request.model_version = meant, version
+            return None
+        flight.request = None
+        return answer
 
     async def _deny(self, context: Context, denied: Denied) -> NoReturn:
         self._desk.on_denied(denied.http_status)

@@ -81,6 +81,7 @@ class Call:
         "_is_sent",
         "_json",
         "_parameters",
+        "_second",
         "_seen",
         "_tail",
         "_ticket",
@@ -146,6 +147,7 @@ class Call:
         self._asked: Asked | None = None  # until it has ended, where extras want to know
         self._seen: list[bytes] = []  # of the answer, for them
         self._waiting: tuple[Waiting, asyncio.TimerHandle | None] | None = None  # for the answer to another request
+        self._second: Request | None = None  # to the model that was meant, should another that was asked fail
 
     @property
     def is_plain(self) -> bool:
@@ -212,6 +214,12 @@ class Call:
         return self._caller is not None
 
     def answered(self, status: int, data: bytes, head_size: int, is_last: bool) -> None:
+        if self._second is not None:
+            if status != 200:
+                if is_last:
+                    self._ask_again()
+                return
+            self._second = None
         # NOTE: before the caller has his answer, so that he finds its place in the window free.
         self._finish("ok" if status == 200 else "rejected" if status in _REJECTIONS else "error")
         caller = self._caller
@@ -231,6 +239,10 @@ class Call:
             self._collect(data, is_last) if status == 200 else self._end(False)
 
     def more(self, data: bytes, is_last: bool) -> None:
+        if self._second is not None:  # the rest of an error
+            if is_last:
+                self._ask_again()
+            return
         if self._asked is not None:
             self._collect(data, is_last)
         caller = self._caller
@@ -243,6 +255,9 @@ class Call:
             caller.done(self)
 
     def broke(self, reason: str) -> None:
+        if self._second is not None:
+            self._ask_again()
+            return
         self._finish("unavailable")
         self._end(False)
         if self._caller is None:
@@ -479,6 +494,7 @@ class Call:
     def _start(self, ticket: Ticket) -> None:
         route, parameters = self.route, self._parameters
         assert route is not None
+        meant = route
         if self._asked is not None:
             target = self._asked.choose_target()
             if target != route.model:
@@ -502,15 +518,25 @@ class Call:
             # NOTE: later, for the gate is not done with its start.
             asyncio.get_running_loop().call_soon(self._cannot_be_sent, str(error))
             return
-        request: Request
         trace = self._trace_lines() if _TRACEPARENT in self.headers else b""
-        if tail is None:
-            request = _with_lines(route.post % len(text), trace) + text
-        else:
-            head = _with_lines(route.post_binary % (len(text), len(text) + len(tail)), trace)
-            request = b"".join((head, text, tail)) if len(tail) < _JOINED_BYTES else (head + text, tail)
+        if route is not meant:
+            self._second = _request(meant, text, tail, trace)
+        request = _request(route, text, tail, trace)
         self._drop_body()
         self._front.backend.send(request, self)
+
+    def _ask_again(self) -> None:
+        """The model that was meant, for the other one has failed: a candidate costs nobody his answer."""
+        second, self._second = self._second, None
+        assert second is not None
+        if self._asked is not None:
+            self._asked.falls_back()
+        if self._caller is None:
+            self._finish("error")
+            self._end(False)
+            return
+        # NOTE: later, for the connection is not done with the answer yet.
+        asyncio.get_running_loop().call_soon(self._front.backend.send, second, self)
 
     def _trace_lines(self) -> bytes:
         traceparent, tracestate = (self.headers.get(name, b"") for name in (_TRACEPARENT, _TRACESTATE))
@@ -674,6 +700,13 @@ def _check_tensors(asked: dict[str, Any], json_size: int, body_size: int, *, is_
         for tensor in outputs if type(outputs) is list else ():
             if type(tensor) is dict and _region_of(tensor) is not None:
                 raise messages.refused("forbidden", _NO_REGIONS)
+
+
+def _request(route: Route, text: bytes, tail: bytes | memoryview | None, trace: bytes) -> Request:
+    if tail is None:
+        return _with_lines(route.post % len(text), trace) + text
+    head = _with_lines(route.post_binary % (len(text), len(text) + len(tail)), trace)
+    return b"".join((head, text, tail)) if len(tail) < _JOINED_BYTES else (head + text, tail)
 
 
 def _is_whole(asked: dict[str, Any], parameters: dict[str, Any]) -> bool:
