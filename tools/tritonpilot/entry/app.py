@@ -19,6 +19,7 @@ from pathlib import Path
 
 import uvloop
 
+from tritonpilot.entry.canary import Canary
 from tritonpilot.entry.desk import Desk
 from tritonpilot.entry.extras import Extras
 from tritonpilot.entry.gate import Gate
@@ -77,7 +78,10 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
     # uvloop's own clock stands still within a turn of the loop and counts milliseconds.
     gate = Gate(time.monotonic, lambda at_s, call: loop.call_later(max(0.0, at_s - time.monotonic()), call), metrics)
     metrics.watch(gate, keys)
-    extras = Extras([], say)
+    canary = Canary(settings.triton_http, settings.triton_grpc, say)
+    metrics.registry.register(canary)
+    extras = Extras([canary], say)
+    canary.look = extras.look
     desk = Desk(gate, settings.triton_http, keys, say=say, on_denied=metrics.denied, extras=extras)
     http = HttpFront(desk, settings.triton_http, max_request_bytes=settings.max_request_bytes)
     grpc = GrpcFront(desk, settings.triton_grpc, max_request_bytes=settings.max_request_bytes)
