@@ -8,10 +8,13 @@ measurements is also the luckiest.
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from perf import emulated
@@ -35,6 +38,7 @@ AGAIN_S = 6.0
 AGAIN = 2  # of the grid's best, measured again beside the choice
 ROUNDS = 3
 MOST_TIME = 0.10  # of the grid's measuring time, that the tuner may take
+KEPT, KEPT_S = PROJECT / "perf" / "results" / ".tuner_regret", 12 * 3600.0  # subjects of a run that was interrupted
 GOOD, LEAST_WORSE = 0.97, 0.25  # at a rate that a quarter of the grid does not stand, settings are told apart
 MOST_PER_S = 4000.0  # the sender has one core
 CTR_ROWS = 16  # of a request: with fewer the sender would be the limit
@@ -80,7 +84,9 @@ class Regret:
 def tuner_regret(bench: Bench) -> Outcome:
     """Goodput of the chosen setting divided by that of the grid's best; the lowest of the subjects."""
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
-        found = [_regret(bench, subject) for subject in _subjects(bench, Path(folder))]
+        found = [_kept(bench, subject) for subject in _subjects(bench, Path(folder))]
+    if not bench.quick:
+        shutil.rmtree(KEPT, ignore_errors=True)
     worst = min(found, key=lambda each: each.share)
     times = {each.name: round(each.tuner_s / each.grid_s, 3) for each in found}
     return Outcome(
@@ -123,6 +129,21 @@ def _subjects(bench: Bench, folder: Path) -> list[Subject]:
     ]
 
 
+def _kept(bench: Bench, subject: Subject) -> Regret:
+    """As measured now, or by an earlier run that did not get to its end: a subject takes ten minutes."""
+    if bench.quick:
+        return _regret(bench, subject)
+    file = KEPT / f"{subject.service.service}.json"
+    if file.exists() and time.time() - file.stat().st_mtime < KEPT_S:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        bench.say(f"{subject.service.service}: measured {said['details']['measured']} by a run that was interrupted")
+        return Regret(**{**said, "rounds": tuple(said["rounds"])})
+    found = _regret(bench, subject)
+    KEPT.mkdir(exist_ok=True)
+    file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return found
+
+
 def _regret(bench: Bench, subject: Subject) -> Regret:
     name = subject.service.service
     grid_s, again_s = (2.0, 2.0) if bench.quick else (GRID_S, AGAIN_S)
@@ -158,6 +179,7 @@ def _regret(bench: Bench, subject: Subject) -> Regret:
         grid_s=grid_took_s,
         worse=sum(each.goodput_per_s < GOOD * points[best[0]].goodput_per_s for each in points.values()) / len(points),
         details={
+            "measured": datetime.now(timezone.utc).isoformat(timespec="minutes"),
             "rate_per_s": round(sum(stream.rate_per_s for stream in streams), 1),
             "slo_ms": subject.slo_ms,
             "chosen": tuned.setting.describe(),
