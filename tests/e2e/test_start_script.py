@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tritonpilot import model_config
 from tritonpilot.tritonserver import trace_settings
 
 START = Path(__file__).parents[2] / "deploy" / "triton" / "start.sh"
@@ -47,8 +48,34 @@ def test_it_becomes_tritonserver_with_the_key_and_the_given_flags(container: Pat
         f"--model-repository={container / 'models'}",
         f"--http-restricted-api={restriction}",
         f"--grpc-restricted-protocol={restriction}",
-        "--load-model=*",
+        "--load-model=ctr",
     ]
+
+
+def test_all_models_are_those_that_are_models(container: Path) -> None:
+    (container / "models" / ".pilot" / "1").mkdir(parents=True)
+    (container / "models" / "notes").mkdir()
+    (container / "models" / "by hand" / "1").mkdir(parents=True)
+
+    flags = start(container, "--exit-on-error=false", "--load-model=*", "--strict-readiness=true").stdout.splitlines()[
+        3:
+    ]
+
+    assert flags == ["--exit-on-error=false", "--load-model=by hand", "--load-model=ctr", "--strict-readiness=true"]
+
+
+def test_configs_of_the_build_are_not_completed(container: Path) -> None:
+    config = container / "models" / "ctr" / "config.pbtxt"
+    config.write_text(model_config.HEADER.format(source="models/ctr/service.yaml"))
+    (container / "models" / "pilot_companion" / "1").mkdir(parents=True)
+    (container / "models" / "pilot_companion" / "config.pbtxt").write_text(model_config.COMPANION_HEADER)
+    assert "--disable-auto-complete-config" in start(container).stdout.splitlines()
+
+    (container / "models" / "ctr" / "1" / "model.py").write_text("def auto_complete_config(config): ...\n")
+    assert "--disable-auto-complete-config" not in start(container).stdout.splitlines()
+    (container / "models" / "ctr" / "1" / "model.py").unlink()
+    config.write_text("max_batch_size: 8\n" + config.read_text())
+    assert "--disable-auto-complete-config" not in start(container).stdout.splitlines()
 
 
 def test_with_a_receiver_of_traces_it_asks_for_them_and_has_the_models_rates_set(container: Path) -> None:
@@ -59,7 +86,7 @@ def test_with_a_receiver_of_traces_it_asks_for_them_and_has_the_models_rates_set
     said = start(container, "--load-model=*", OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=url)
 
     flags = said.stdout.splitlines()[3:]
-    assert flags == [*(f"--trace-config={setting}" for setting in trace_settings(url)), "--load-model=*"]
+    assert flags == [*(f"--trace-config={setting}" for setting in trace_settings(url)), "--load-model=ctr"]
     assert (container / "ran").read_text() == f"{START.parent}/trace_rates.py http://127.0.0.1:8000 {container}/key\n"
 
 
