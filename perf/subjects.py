@@ -145,9 +145,14 @@ def watched(server: EmbeddedServer, root: Path) -> Iterator[str]:
 
 
 @contextmanager
-def command(name: str, options: Sequence[str]) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
-    """A running `tritonpilot NAME --json` that tells its endpoints, and its process, which ends with the block."""
-    argv = [str(Path(sys.executable).with_name("tritonpilot")), name, "--json", *options]
+def command(
+    name: str, options: Sequence[str], program: Sequence[str] = ()
+) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    """A running `tritonpilot NAME --json` that tells its endpoints, and its process, which ends with the block.
+
+    `program` is run instead of the command `tritonpilot`.
+    """
+    argv = [*(program or [str(Path(sys.executable).with_name("tritonpilot"))]), name, "--json", *options]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -77,6 +77,7 @@ NAMES = [
     "changes_under_load",
     "helm_valid",
     "autopilot_chaos",
+    "cold_start",
     "demo_time",
 ]
 
