@@ -35,7 +35,7 @@ classes:
   - {name: batch, priority: 2, max_queue_size: 8, share: 0.2, p99_ms: 5000}
 warmup: {batch_sizes: [1, 4], data: zero}
 """,
-    CACHED: "batching: {max_batch_size: 4}\nresponse_cache: true\n",
+    CACHED: "batching: {max_batch_size: 4}\ncache: {kind: triton}\n",
 }
 SHOP_PER_S, SCANS_PER_S, STRANGER_PER_S = 90.0, 25.0, 2.0
 SCANS_QUOTA_PER_S = 2.0

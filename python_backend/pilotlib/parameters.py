@@ -82,6 +82,7 @@ class CommonParameters:
     pilot_steps: str = parameter(
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )
+    pilot_cache: str = parameter("", "answers that the entry keeps, as max_mb:number,ttl_s:number; for the entry")
     pilot_trace_rate: int = parameter(
         0, "one of so many requests is traced; for who starts the server. 0 = Triton's own setting holds", minimum=0
     )

@@ -41,7 +41,7 @@ dynamic_batching { priority_levels: 2 default_priority_level: 1 }
 SERVICES = {
     "warm": "model: {file: model.onnx, samples: samples.npz}\nwarmup: {batch_sizes: [1]}\n"
     "classes: [{name: realtime, priority: 1}, {name: batch, priority: 2}]\n",
-    "cached": "model: {file: model.onnx}\nresponse_cache: true\n",
+    "cached": "model: {file: model.onnx}\ncache: {kind: triton}\n",
 }
 
 

@@ -145,7 +145,7 @@ def test_extra_triton_fields_are_merged_and_checked(services: Callable[..., list
 def test_rate_limiter_versions_and_cache_are_written(services: Callable[..., list[Any]]) -> None:
     extra = (
         "rate_limiter: {resources: [{name: R, count: 2, is_global: true}], priority: 3}\n"
-        "version_policy: {specific: [1]}\nresponse_cache: true\nwarmup"
+        "version_policy: {specific: [1]}\ncache: {kind: triton}\nwarmup"
     )
     config = config_of(services("warmup", extra))
 
@@ -154,6 +154,20 @@ def test_rate_limiter_versions_and_cache_are_written(services: Callable[..., lis
     assert getattr(limiter.resources[0], "global")
     assert list(config.version_policy.specific.versions) == [1]
     assert config.response_cache.enable
+
+
+@pytest.mark.parametrize(
+    ("cache", "written"),
+    [
+        ("{kind: lfu}", "max_mb:64"),
+        ("{kind: lfu, max_mb: 0.5, ttl_s: 600}", "max_mb:0.5,ttl_s:600"),
+    ],
+)
+def test_what_the_entry_may_keep_is_in_the_config(services: Callable[..., list[Any]], cache: str, written: str) -> None:
+    assert "pilot_cache" not in config_of(services()).parameters
+    config = config_of(services("batching:", f"cache: {cache}\nbatching:"))
+    assert config.parameters["pilot_cache"].string_value == written
+    assert not config.response_cache.enable
 
 
 def test_a_services_trace_rate_is_in_its_config(services: Callable[..., list[Any]]) -> None:

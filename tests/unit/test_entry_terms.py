@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import json_format
 
 from tritonpilot import model_config
-from tritonpilot.entry.terms import ClassTerms, ModelTerms, terms_of
+from tritonpilot.entry.terms import CacheTerms, ClassTerms, ModelTerms, terms_of
 from tritonpilot.errors import RepositoryError
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -137,8 +137,8 @@ def test_the_window_can_be_stated() -> None:
 @pytest.mark.parametrize(
     ("parameter", "value", "why"),
     [
-        ("pilot_classes", "realtime", "'realtime' is not CLASS:NUMBER"),
-        ("pilot_classes", ":1", "':1' is not CLASS:NUMBER"),
+        ("pilot_classes", "realtime", "'realtime' is not NAME:NUMBER"),
+        ("pilot_classes", ":1", "':1' is not NAME:NUMBER"),
         ("pilot_classes", "realtime:x", "realtime has the level 'x', and levels are 1, 2, ..."),
         ("pilot_classes", "realtime:0", "realtime has the level '0', and levels are 1, 2, ..."),
         ("pilot_classes", "a:1,a:2", "it names a twice"),
@@ -154,6 +154,11 @@ def test_the_window_can_be_stated() -> None:
         ("pilot_max_queue_sizes", "batch:1.5", "'1.5' of batch is no whole number from 0 on"),
         ("pilot_max_queue_sizes", "batch:inf", "'inf' of batch is no whole number from 0 on"),
         ("pilot_default_class", "gold", "the model's classes are realtime, batch"),
+        ("pilot_cache", "max_mb:0", "'0' of max_mb is no number above 0"),
+        ("pilot_cache", "max_mb:1,ttl_s:soon", "'soon' of ttl_s is no number above 0"),
+        ("pilot_cache", "ttl_s:1", "max_mb is not given"),
+        ("pilot_cache", "max_mb:1,max_mb:2", "'max_mb' is there twice or not known (max_mb, ttl_s)"),
+        ("pilot_cache", "max_gb:1", "'max_gb' is there twice or not known (max_mb, ttl_s)"),
         ("pilot_window_rows", "0", "it must be a whole number of rows, 1 or more"),
     ],
 )
@@ -164,6 +169,12 @@ def test_a_wrong_parameter_is_named_with_the_reason(parameter: str, value: str, 
     )
     with pytest.raises(RepositoryError, match=f"^{re.escape(message)}$"):
         terms_of(served(**{parameter: value}))
+
+
+def test_what_the_entry_may_keep_of_answers() -> None:
+    assert terms_of(served()).cache is None
+    assert terms_of(served(pilot_cache="max_mb:0.5")).cache == CacheTerms(2**19, None)
+    assert terms_of(served(pilot_cache="max_mb:64,ttl_s:600")).cache == CacheTerms(64 * 2**20, 600)
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in REPOSITORY.glob("*/config.pbtxt")))

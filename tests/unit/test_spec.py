@@ -175,6 +175,9 @@ batching: {max_batch_size: 8, queue_delay_us: 900}
         ("  steps:", "  driver: {backend: ocr}\n  steps:", 2, "the driver calls step decode itself"),
         ("  steps:", "  driver: {file: x.onnx}\n  steps:", 2, "a driver is a backend"),
         ("batching:", "warmup: {}\nbatching:", 1, "belong to the steps of a pipeline"),
+        ("batching:", "cache: {kind: triton}\nbatching:", 1, "does not cache the answers of a pipeline"),
+        ("batching:", "cache: {kind: triton, max_mb: 1}\nbatching:", 8, "has no max_mb and ttl_s of a model"),
+        ("batching:", "cache: {max_mb: 1}\nbatching:", 8, "cache.kind"),
         ("name: net, model: {file: model.onnx}", "service: photos", 1, "a step names the pipeline photos itself"),
         (
             "inputs: [{name: photo, data_type: BYTES, dims: [1]}]",

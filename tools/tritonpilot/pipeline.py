@@ -46,7 +46,8 @@ def _parts(service: Service) -> list[Service]:
             batching=step.batching or batching,
             instances=step.instances or list(Service.model_fields["instances"].default),
             warmup=step.warmup,
-            tracing=None,  # a request is sampled once, where it comes in
+            tracing=None,  # a request is sampled once, where it comes in,
+            cache=None,  # and cached there
         )
         for step in own
         if step.model is not None

@@ -61,6 +61,7 @@ BUILD_PARAMETERS = (
     "pilot_default_class",
     "pilot_steps",
     "pilot_trace_rate",
+    "pilot_cache",
 )
 #: A class that says no queue timeout waits at most this part of its SLO.
 TIMEOUT_OF_SLO = 0.8
@@ -351,6 +352,24 @@ class Pipeline(Written):
         return self
 
 
+class Cache(Written):
+    """Answers that are given again to who asks the same (docs/caching.md)."""
+
+    kind: Literal["lfu", "triton"] = Field(
+        description="lfu: in the entry, per tenant, keeps what is asked most; triton: Triton's own, the last asked, for all models together"
+    )
+    max_mb: Annotated[float, Field(gt=0, le=65536)] | None = Field(None, description="of lfu; default: 64")
+    ttl_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
+        None, description="of lfu: no answer is given again later than this; default: as long as the model stays"
+    )
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_has(self) -> Cache:
+        if self.kind == "triton" and (self.max_mb is not None or self.ttl_s is not None):
+            raise ValueError("Triton's cache has no max_mb and ttl_s of a model: give `serve --cache-mb`, or kind lfu")
+        return self
+
+
 class Service(Written):
     """One service. Either `model` or `pipeline` is given."""
 
@@ -365,7 +384,7 @@ class Service(Written):
     instances: Annotated[list[Instances], Field(min_length=1)] = [Instances()]
     version_policy: Literal["all"] | LatestVersions | SpecificVersions = LatestVersions(latest=1)
     warmup: Warmup | None = None
-    response_cache: bool = Field(False, description="Triton's own cache; costs throughput on unique inputs")
+    cache: Cache | None = Field(None, description="none: every request is computed")
     rate_limiter: RateLimiter | None = None
     tracing: Tracing | None = Field(None, description="none: only requests that bring a trace context are traced")
     triton: dict[str, Any] = Field(
@@ -455,8 +474,10 @@ class Service(Written):
         if self.pipeline is not None:
             if any(step.service == self.service for step in self.pipeline.steps):
                 raise ValueError(f"a step names the pipeline {self.service} itself; name another service")
-            if self.warmup or self.rate_limiter or self.response_cache:
-                raise ValueError("warmup, rate_limiter and response_cache belong to the steps of a pipeline")
+            if self.warmup or self.rate_limiter:
+                raise ValueError("warmup and rate_limiter belong to the steps of a pipeline")
+            if self.cache is not None and self.cache.kind == "triton":
+                raise ValueError("Triton does not cache the answers of a pipeline; set cache.kind to lfu, or remove it")
             if self.instances != [Instances()] and self.pipeline.driver is None:
                 raise ValueError("a pipeline has no instances of its own: give each step its `instances`")
             unbatched = [s.label for s in self.pipeline.steps if s.batching and s.batching.max_batch_size == 0]

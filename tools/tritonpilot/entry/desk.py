@@ -144,7 +144,7 @@ class Desk:
             raise messages.refused(
                 "forbidden",
                 f"Model '{terms.name}' uses Triton's response cache, which would answer one tenant with what another asked. "
-                "Set response_cache: false in its service file, or serve it without tenants.",
+                "Set cache.kind to lfu in its service file, or serve it without tenants.",
             )
         wanted = tenant.class_for(terms.name)
         if wanted is None:

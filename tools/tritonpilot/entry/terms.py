@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 from tritonpilot.errors import RepositoryError
 from tritonpilot.spec import NO_TIMEOUT_MS
 
+#: An answer of the entry's cache is given only when Triton was seen to serve its model this shortly before. Who changes a model has to
+#: wait so long until nobody gets an answer of the old one (docs/caching.md).
+CACHE_LEASE_S = 2.0
 #: Requests that may wait where the config states no queue policy.
 DEFAULT_MAX_QUEUE = 1000
 
@@ -37,6 +40,14 @@ class ClassTerms:
 
 
 @dataclass(frozen=True)
+class CacheTerms:
+    """What the entry may keep of a model's answers."""
+
+    max_bytes: int
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelTerms:
     """What the entry knows about a model."""
 
@@ -50,6 +61,9 @@ class ModelTerms:
     """0: the model has no batch dimension, and every request counts as one row."""
     inputs: tuple[str, ...] = ()
     caches: bool = False
+    """Triton does, by itself."""
+    cache: CacheTerms | None = None
+    """The entry does."""
     may_override_timeout: bool = True
     """Whether Triton honours a request's own timeout, for every class."""
 
@@ -96,6 +110,7 @@ def terms_of(config: Mapping[str, Any]) -> ModelTerms:
         max_batch_size=largest,
         inputs=tuple(str(each["name"]) for each in config.get("input", ())),
         caches=bool((config.get("response_cache") or {}).get("enable", False)),
+        cache=parameters.cache(),
         may_override_timeout="ensemble_scheduling" in config
         or (not int(batcher.get("max_queue_delay_microseconds", 0)) and all(map(_may_override, policies.values()))),
     )
@@ -159,6 +174,24 @@ class _Parameters:
             self.wrong("pilot_classes", f"no class has the level {default_level}, the batcher's default_priority_level")
         return by_level.get(default_level, by_level[min(by_level)])
 
+    def cache(self) -> CacheTerms | None:
+        """`pilot_cache` = "max_mb:64,ttl_s:600"; the second may be left out."""
+        found: dict[str, float] = {}
+        for name, value in self._pairs("pilot_cache"):
+            if name not in ("max_mb", "ttl_s") or name in found:
+                self.wrong("pilot_cache", f"{name!r} is there twice or not known (max_mb, ttl_s)")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                found[name] = math.nan
+            if not 0 < found[name] < math.inf:
+                self.wrong("pilot_cache", f"{value!r} of {name} is no number above 0")
+        if not found:
+            return None
+        if "max_mb" not in found:
+            self.wrong("pilot_cache", "max_mb is not given")
+        return CacheTerms(int(found["max_mb"] * 2**20), found.get("ttl_s"))
+
     def window_rows(self) -> int:
         """As stated; 0: not stated."""
         text = self._text("pilot_window_rows")
@@ -174,7 +207,7 @@ class _Parameters:
         for part in filter(None, (part.strip() for part in self._text(key).split(","))):
             class_name, colon, value = part.partition(":")
             if not class_name or not colon:
-                self.wrong(key, f"{part!r} is not CLASS:NUMBER")
+                self.wrong(key, f"{part!r} is not NAME:NUMBER")
             pairs.append((class_name, value))
         return pairs
 
