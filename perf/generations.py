@@ -83,11 +83,11 @@ class Subject:
     questions: tuple[Question, ...]
 
     def files(self, generation: int, folder: Path) -> dict[str, Path]:
-        """The model files of a generation, written into `folder`: member -> file."""
-        found = {}
-        for member in self.members:
-            found[member] = folder / f"{member}_{generation}.onnx"
-            write_generation(self.sources[member], found[member], generation)
+        """The model files of a generation, in `folder`, where they are made once: member -> file."""
+        found = {member: folder / f"{member}_{generation}.onnx" for member in self.members}
+        for member, file in found.items():
+            if not file.exists():
+                write_generation(self.sources[member], file, generation)
         return found
 
     def generations(self, question: int, outputs: Arrays) -> frozenset[int]:
@@ -212,7 +212,7 @@ def _questions(file: Path, rows: Arrays, outputs: Sequence[str]) -> tuple[Questi
 
 def _write_small(file: Path, random: np.random.Generator) -> None:
     """x FP32[b,8] -> y FP32[b,8]: a layer; mark FP32[b,1]: 1."""
-    width = ["b", WIDTH]
+    width: list[str | int] = ["b", WIDTH]
     graph = helper.make_graph(
         [
             helper.make_node("MatMul", ["x", "w"], ["z"]),
