@@ -1,0 +1,8 @@
+"""A service's model is replaced while it serves: `tritonpilot swap` and `tritonpilot rollback`.
+
+terms       what the parts say to each other
+journal     what was done, so that a killed run can be finished or taken back
+steps       publish, load, check, promote, retire: each with its undo
+run         the order of the steps
+rollback    back to a version that is kept
+"""
