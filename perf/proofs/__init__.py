@@ -171,6 +171,4 @@ OPEN = {
     "tuner_vs_model_analyzer": "its run is to come",
     "balancer_kill": "no call failed of 16,172 that may be sent again, but in one of three rounds P99 stayed above 1.5 times",
     "autopilot_day": "its full run is to come",
-    "autopilot_phases": "0.73 in bursts near what the machine stands, 1 in the other phases; it is measured differently since, and "
-    "its run is to come",
 }
