@@ -38,13 +38,13 @@ def test_the_blocks_are_filled_from_results() -> None:
         "date": "2026-01-02T03:04",
         "machine": {"cpu": "a CPU"},
     }
-    text = "<!-- headline -->\nold<!-- /headline -->\n<!-- proofs -->\nold\n<!-- /proofs -->"
+    text = "<!-- headline -->\nstale<!-- /headline -->\n<!-- proofs -->\nstale\n<!-- /proofs -->"
 
     said = readme.filled(text, {"ctr64_efficiency": result})
 
     assert "**81% of in-process" in said
     assert "| `ctr64_efficiency` | 0.8123 of in-process (spread 0.01, 5 rounds) | >=0.75 |" in said
-    assert "old" not in said
+    assert "stale" not in said
 
 
 def test_the_shown_service_file_is_the_real_one(tmp_path: Path) -> None:
