@@ -1,6 +1,6 @@
 """How long from `tritonpilot serve` to a first right answer, and is a first request as fast as later ones?
 
-Each example is started as it is now, and without what shortens a start: with configs completed by Triton, without the copies that are
+Each example is started as it is now, and without what shortens a start: with configs completed by Triton, without the copies
 optimized for this CPU, and with all libraries of the command imported beforehand. The files are in the page cache in both.
 """
 
