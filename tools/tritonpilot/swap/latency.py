@@ -1,0 +1,137 @@
+"""Is a candidate slower than the version that serves? Both get the same requests in turn, and Triton says what they computed.
+
+    Latency(rows, max_slower=1.5).run(control, candidate, print)
+
+What is compared is the time of executions of the same size, from Triton's statistics: a queue of live traffic before the old
+version would flatter the candidate. In turn, for whatever else the machine does then slows both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tritonpilot.control import Control
+from tritonpilot.errors import ModelError, ServerError
+from tritonpilot.swap.asking import Arrays, Asker
+from tritonpilot.swap.terms import Candidate, Finding
+
+ROUNDS = 15
+ASKED = 3  # requests of each size in a round
+LEAST_ROUNDS = 5  # in which both executed batches of a size
+MOST_S = 20.0
+WARM = 5
+LARGE = 16
+
+#: Executed size -> (executions, ns in all), of one model.
+Times = dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A check of how long executions take. Without `rows` the warmup row, or zeros, is asked for."""
+
+    rows: Arrays | None = None
+    max_slower: float = 1.5
+    name: str = "latency"
+
+    def run(self, control: Control, candidate: Candidate, say: Callable[[str], None]) -> Finding:
+        """Ask both in turn, some rounds long."""
+        try:
+            old, new = Asker(control, candidate.public), Asker(control, candidate.names[candidate.public])
+            asks = self._asks(old, new)
+            for _ in range(WARM):
+                for pair in asks:
+                    for ask in pair:
+                        ask()
+            say(f"timing {new.model} against {old.model}")
+            rounds, took_s = _rounds(control, candidate, asks)
+        except (ServerError, ModelError) as error:
+            return Finding(self.name, ok=False, what=str(error))
+        slower = {model: _slower(each) for model, each in rounds.items()}
+        compared = {model: found for model, found in slower.items() if found is not None}
+        p50_ms = [1e3 * statistics.median(times) for times in took_s]
+        figures = {"old_p50_ms": p50_ms[0], "new_p50_ms": p50_ms[1]}
+        if len(compared) < len(slower):  # a driver cuts its requests up: no two executions are alike
+            compared[candidate.public] = (p50_ms[1] / p50_ms[0], 0)
+        figures |= {f"{model}_slower": ratio for model, (ratio, _) in compared.items()}
+        model, (ratio, size) = max(compared.items(), key=lambda item: item[1][0])
+        ok = ratio <= self.max_slower
+        what = f"{model} takes {ratio:.2f} times as long" + (f" for {size} rows" if size else "")
+        return Finding(self.name, ok, f"{what}, {'within' if ok else 'more than'} {self.max_slower:g}", figures)
+
+    def _asks(self, old: Asker, new: Asker) -> list[tuple[Callable[[], object], Callable[[], object]]]:
+        """For each size of request: how to ask the old one, and the new one."""
+        if self.rows is None:
+            return [(old.ask_once, new.ask_once)]
+        old.check(self.rows)
+        count = len(next(iter(self.rows.values())))
+        sizes = {1, min(LARGE, old.config.max_batch_size)} if old.is_batched else {1}
+        found = []
+        for size in sorted(sizes):
+            inputs = old.inputs(self.rows, np.arange(size, dtype=np.intp) % count)
+            found.append((lambda inputs=inputs: old.ask(inputs), lambda inputs=inputs: new.ask(inputs)))  # type: ignore[misc]
+        return found  # type: ignore[return-value]
+
+
+def _rounds(
+    control: Control, candidate: Candidate, asks: Sequence[tuple[Callable[[], object], Callable[[], object]]]
+) -> tuple[dict[str, list[tuple[Times, Times]]], tuple[list[float], list[float]]]:
+    """(what each changed model executed in each round, old and new; how long the smallest requests took, old and new)."""
+    rounds: dict[str, list[tuple[Times, Times]]] = {model: [] for model in candidate.members}
+    took_s: tuple[list[float], list[float]] = ([], [])
+    began = time.monotonic()
+    while len(next(iter(rounds.values()))) < ROUNDS and (
+        time.monotonic() - began < MOST_S or len(next(iter(rounds.values()))) < LEAST_ROUNDS
+    ):
+        turn = len(next(iter(rounds.values()))) % 2
+        before = {model: (_times(control, model), _times(control, candidate.names[model])) for model in rounds}
+        for pair in asks:
+            for _ in range(ASKED):
+                for whose in (turn, 1 - turn):
+                    asked = time.perf_counter()
+                    pair[whose]()
+                    if pair is asks[0]:
+                        took_s[whose].append(time.perf_counter() - asked)
+        for model, (old, new) in before.items():
+            rounds[model].append(
+                (_since(old, _times(control, model)), _since(new, _times(control, candidate.names[model])))
+            )
+    return rounds, took_s
+
+
+def _slower(rounds: Sequence[tuple[Times, Times]]) -> tuple[float, int] | None:
+    """(how many times as long the new one takes, for which size), of the size where that is most; None: nothing to compare."""
+    means: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for old, new in rounds:
+        for size in old.keys() & new.keys():
+            means[size].append((old[size][1] / old[size][0], new[size][1] / new[size][0]))
+    ratios = {
+        size: statistics.median(new for _, new in pairs) / statistics.median(old for old, _ in pairs)
+        for size, pairs in means.items()
+        if len(pairs) >= LEAST_ROUNDS
+    }
+    return max(((ratio, size) for size, ratio in ratios.items()), default=None)
+
+
+def _times(control: Control, model: str) -> Times:
+    """Of all its versions; those that went take theirs with them."""
+    found: Times = {}
+    for version in control.statistics(model):
+        for size, count in version.batch_executions.items():
+            had = found.get(size, (0, 0))
+            found[size] = had[0] + count, had[1] + version.batch_ns[size]
+    return found
+
+
+def _since(before: Times, after: Times) -> Times:
+    return {
+        size: (count - before.get(size, (0, 0))[0], ns - before.get(size, (0, 0))[1])
+        for size, (count, ns) in after.items()
+        if count > before.get(size, (0, 0))[0]
+    }
