@@ -19,10 +19,12 @@ from pathlib import Path
 
 import uvloop
 
+from tritonpilot.entry.cache import Cache
 from tritonpilot.entry.canary import Canary
 from tritonpilot.entry.desk import Desk
 from tritonpilot.entry.extras import Extras
 from tritonpilot.entry.gate import Gate
+from tritonpilot.entry.generations import Generations
 from tritonpilot.entry.grpc_front import GrpcFront
 from tritonpilot.entry.http_front import HttpFront
 from tritonpilot.entry.metrics import EntryMetrics
@@ -80,7 +82,10 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
     metrics.watch(gate, keys)
     canary = Canary(settings.triton_http, settings.triton_grpc, say)
     metrics.registry.register(canary)
-    extras = Extras([canary], say)
+    cache = Cache(Generations(settings.triton_grpc, say=say), metrics.cached)
+    metrics.registry.register(cache)
+    # NOTE: the cache first: what it answers is nobody else's.
+    extras = Extras([cache, canary], say)
     canary.look = extras.look
     desk = Desk(gate, settings.triton_http, keys, say=say, on_denied=metrics.denied, extras=extras)
     http = HttpFront(desk, settings.triton_http, max_request_bytes=settings.max_request_bytes)

@@ -42,7 +42,7 @@ def scan(message: bytes, most_plain_bytes: int) -> str:
             fields += 1
             if fields > MOST_FIELDS:
                 raise _too_many("fields", MOST_FIELDS, "The request")
-            tag, at, after = _field(message, at)
+            tag, at, after = field(message, at)
             if after > end:
                 raise _broken()
             if tag == _RAW_INPUT:
@@ -91,7 +91,7 @@ def _fields_of_tensor(message: bytes, at: int, end: int, whose: str) -> int:
         if tag < 128 and tag & 7 == 2 and size < 128:  # as nearly all are
             after = at + 2 + size
         else:
-            tag, at, after = _field(message, at)
+            tag, at, after = field(message, at)
             if tag == _SHAPE and after - at > MAX_DIMENSIONS * _LONGEST_VARINT:
                 raise _too_many("dimensions", MAX_DIMENSIONS, whose)
         if after > end:
@@ -100,8 +100,8 @@ def _fields_of_tensor(message: bytes, at: int, end: int, whose: str) -> int:
     return fields
 
 
-def _field(message: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the field at `at`, and where its value begins and ends. IndexError behind the end of the message."""
+def field(message: bytes, at: int) -> tuple[int, int, int]:
+    """The tag of the field at `at`, and where its value begins and ends. Raises IndexError behind the message's end, and Denied."""
     tag = message[at]
     at += 1
     if tag > 127:
@@ -132,6 +132,16 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise _broken()
+
+
+def varint_bytes(value: int) -> bytes:
+    """A number from 0 on, as a message has it."""
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
 
 
 def _too_many(what: str, most: int, whose: str) -> Denied:
