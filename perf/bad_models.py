@@ -87,7 +87,7 @@ def slow(source: Path, target: Path, _: Arrays) -> None:
     nodes, added = list(graph.node), []
     weights = {each.name for each in graph.initializer}
     for copy in range(1, FACTOR):
-        graph.initializer.append(numpy_helper.from_array(np.float32(BESIDE * copy), f"beside_{copy}"))
+        graph.initializer.append(numpy_helper.from_array(np.array(BESIDE * copy, np.float32), f"beside_{copy}"))
         renamed = {name: f"{name}_{copy}" for name in floats}
         added += [helper.make_node("Add", [name, f"beside_{copy}"], [new]) for name, new in renamed.items()]
         renamed |= {name: f"{name}_{copy}" for node in nodes for name in node.output if name}
@@ -158,7 +158,8 @@ def _append(model: onnx.ModelProto, output: str, nodes: list[onnx.NodeProto], **
 
 
 def _value(model: onnx.ModelProto, output: str) -> onnx.ValueInfoProto:
-    return next(each for each in model.graph.output if each.name == output)
+    found: onnx.ValueInfoProto = next(each for each in model.graph.output if each.name == output)
+    return found
 
 
 def _answers(source: Path, rows: Arrays, output: str) -> npt.NDArray[Any]:

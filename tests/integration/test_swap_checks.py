@@ -60,7 +60,7 @@ def write_network(file: Path, random: np.random.Generator) -> None:
         nodes.append(
             helper.make_node("Mul" if is_last else "Tanh", [f"z{place}", "sharp"] if is_last else [f"z{place}"], [last])
         )
-    weights.append(numpy_helper.from_array(np.float32(4), "sharp"))
+    weights.append(numpy_helper.from_array(np.array(4, np.float32), "sharp"))
     nodes.append(helper.make_node("Softmax", ["logits"], ["y"], axis=-1))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", WIDTH])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["b", CLASSES])

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tritonpilot.autopilot.record import AutopilotMetrics
+from tritonpilot.entry.canary import Canary
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
 from tritonpilot.watch import Report, WatchMetrics
@@ -34,6 +35,12 @@ def test_the_entrys() -> None:
     metrics = EntryMetrics()
     metrics.watch(Gate(lambda: 0.0, lambda _, __: None, metrics), None)  # type: ignore[arg-type, return-value]
     assert section("The entry") - {"tenants_file_trouble"} == exported(generate_latest(metrics.registry))
+
+
+def test_those_of_candidates() -> None:
+    registry = CollectorRegistry()
+    registry.register(Canary("127.0.0.1:1", "127.0.0.1:1"))
+    assert section("Candidates") == exported(generate_latest(registry))
 
 
 def test_the_watchs() -> None:

@@ -24,7 +24,7 @@ import orjson
 from tritonclient.grpc import service_pb2
 
 from tritonpilot.entry import messages
-from tritonpilot.entry.comparison import Comparison, misfit, outputs_of
+from tritonpilot.entry.comparison import CanaryResult, Comparison, misfit, outputs_of
 from tritonpilot.entry.extras import Answer, Asked, Content, Extra
 from tritonpilot.entry.terms import ModelTerms
 from tritonpilot.errors import ServerError
@@ -124,7 +124,9 @@ class Canary(Extra):
         seen = self._comparison(asked.model)
         if sent.is_canary:
             fell_back = asked.target == asked.model
-            result = "failed_both" if fell_back and not ok else "failed" if fell_back else "ok" if ok else "cancelled"
+            result: CanaryResult = (
+                "failed_both" if fell_back and not ok else "failed" if fell_back else "ok" if ok else "cancelled"
+            )
             seen.canaries[result] += 1
             if result == "ok":
                 seen.candidate_latency.observe(seconds)

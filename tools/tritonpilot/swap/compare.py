@@ -189,11 +189,14 @@ def _is_constant(array: Floats) -> bool:
 
 def _stacked(arrays: list[Array]) -> Floats:
     """[rows, columns]; of answers without a batch dimension each is a row."""
+    found: Floats
     if len({array.shape[1:] for array in arrays}) == 1 and all(array.ndim > 1 for array in arrays):
-        return np.concatenate([array.reshape(len(array), -1) for array in arrays]).astype(np.float64)
-    if len({array.shape for array in arrays}) == 1:
-        return np.stack([array.ravel() for array in arrays]).astype(np.float64)
-    return np.concatenate([array.ravel() for array in arrays]).astype(np.float64)[:, np.newaxis]
+        found = np.concatenate([array.reshape(len(array), -1) for array in arrays]).astype(np.float64)
+    elif len({array.shape for array in arrays}) == 1:
+        found = np.stack([array.ravel() for array in arrays]).astype(np.float64)
+    else:
+        found = np.concatenate([array.ravel() for array in arrays]).astype(np.float64)[:, np.newaxis]
+    return found
 
 
 def _kind(array: Array) -> str:

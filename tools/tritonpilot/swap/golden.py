@@ -63,6 +63,7 @@ class Golden:
         try:
             new = Asker(control, candidate.names[candidate.public])
             new_asked = self._ask(new, say)
+            old_answers: list[Outputs]
             if self.stored is not None:
                 old_answers = [self._stored_answers(asked.places, new) for asked in new_asked]
             else:
@@ -136,8 +137,8 @@ class Golden:
             rows = rows.take(np.linspace(0, rows.count - 1, MOST_LABELLED).astype(np.int64))
         say(f"judging {model} by {wanted.metric} on {rows.count} labelled rows")
         try:
-            answers = [_all_answers(Asker(control, name), rows) for name in (model, candidate.names[model])]
-            verdict = accuracy.gate(*answers, rows, wanted.metric, wanted.max_loss, max_slice_loss=1.0)
+            old, new = (_all_answers(Asker(control, name), rows) for name in (model, candidate.names[model]))
+            verdict = accuracy.gate(old, new, rows, wanted.metric, wanted.max_loss, max_slice_loss=1.0)
         except (ServerError, ModelError) as error:
             return Finding(self.name, ok=False, what=f"{model}: {error}")
         except MeasurementError as error:

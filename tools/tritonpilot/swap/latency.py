@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -72,11 +73,8 @@ class Latency:
         old.check(self.rows)
         count = len(next(iter(self.rows.values())))
         sizes = {1, min(LARGE, old.config.max_batch_size)} if old.is_batched else {1}
-        found = []
-        for size in sorted(sizes):
-            inputs = old.inputs(self.rows, np.arange(size, dtype=np.intp) % count)
-            found.append((lambda inputs=inputs: old.ask(inputs), lambda inputs=inputs: new.ask(inputs)))  # type: ignore[misc]
-        return found  # type: ignore[return-value]
+        inputs = [old.inputs(self.rows, np.arange(size, dtype=np.intp) % count) for size in sorted(sizes)]
+        return [(partial(old.ask, each), partial(new.ask, each)) for each in inputs]
 
 
 def _rounds(

@@ -14,7 +14,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A service's next version: `members` are the models whose files change, `names` their candidates' names and the public one's."""
+    """A service's next version: `members` are the models whose files change, `names` their candidates' and the public one's."""
 
     service: str
     public: str
