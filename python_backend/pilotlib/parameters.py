@@ -83,6 +83,8 @@ class CommonParameters:
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )
     pilot_cache: str = parameter("", "answers that the entry keeps, as max_mb:number,ttl_s:number; for the entry")
+    pilot_guard: str = parameter("", "what of the answers is guarded, as JSON; for the entry")
+    pilot_guard_reference: str = parameter("", "how answers are usually distributed, as JSON; for the entry")
     pilot_trace_rate: int = parameter(
         0, "one of so many requests is traced; for who starts the server. 0 = Triton's own setting holds", minimum=0
     )

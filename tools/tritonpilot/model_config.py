@@ -18,6 +18,8 @@ from tritonclient.grpc import model_config_pb2
 
 from tritonpilot import pipeline
 from tritonpilot.errors import ModelError, RepositoryError, SpecError
+from tritonpilot.guard.reference import Reference
+from tritonpilot.guard.terms import parameter
 from tritonpilot.onnx_model import Signature, TensorSignature
 from tritonpilot.spec import (
     FORMAT_OF_SUFFIX,
@@ -237,6 +239,7 @@ def generate(
     _set_tracing(config, service)
     _set_warmup(config, service, signature, sample_row)
     _set_cache(config, service)
+    _set_guard(config, service)
     return _with_extras(config, service)
 
 
@@ -282,6 +285,7 @@ def generate_ensemble(service: Service, members: Mapping[str, ModelConfig]) -> M
         config.parameters["pilot_default_class"].string_value = service.default_class or service.classes[0].name
     _set_tracing(config, service)
     _set_cache(config, service)
+    _set_guard(config, service)
     return _with_extras(config, service)
 
 
@@ -461,6 +465,37 @@ def _set_cache(config: ModelConfig, service: Service) -> None:
         return
     text = f"max_mb:{cache.max_mb or CACHE_MB:g}"
     config.parameters["pilot_cache"].string_value = text + (f",ttl_s:{cache.ttl_s:.12g}" if cache.ttl_s else "")
+
+
+def _set_guard(config: ModelConfig, service: Service) -> None:
+    guard = service.guard
+    if guard is None:
+        return
+    outputs = [tensor.name for tensor in config.output]
+    if unknown := [name for name in guard.tolerances if name not in outputs]:
+        raise SpecError(
+            f"{service.path}: guard.tolerances names {unknown[0]}, which is no output of {service.service} "
+            f"({', '.join(outputs)}). Nothing was changed. Correct the name."
+        )
+    config.parameters["pilot_guard"].string_value = parameter(guard)
+    if guard.reference is None:
+        return
+    path = service.folder / guard.reference
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"{service.path}: the guard's reference {path} cannot be read: {error}. Nothing was changed. Make it with "
+            f"`tritonpilot guard --learn {service.written_as} --output {path}` while the service is served, or take "
+            "guard.reference out of the service file."
+        ) from None
+    reference = Reference.parse(text, str(path))
+    if absent := [key.output for key in reference.series if key.output not in outputs]:
+        raise SpecError(
+            f"{path} is about the output {absent[0]}, which {service.service} has not ({', '.join(outputs)}). Nothing was "
+            "changed. Make it anew with `tritonpilot guard --learn`."
+        )
+    config.parameters["pilot_guard_reference"].string_value = reference.text()
 
 
 def _set_class_parameters(config: ModelConfig, service: Service) -> None:

@@ -47,7 +47,8 @@ def _parts(service: Service) -> list[Service]:
             instances=step.instances or list(Service.model_fields["instances"].default),
             warmup=step.warmup,
             tracing=None,  # a request is sampled once, where it comes in,
-            cache=None,  # and cached there
+            cache=None,  # and cached
+            guard=None,  # and looked at there
         )
         for step in own
         if step.model is not None

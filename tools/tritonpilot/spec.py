@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tritonpilot import written
 from tritonpilot.errors import SpecError
+from tritonpilot.guard.terms import Guard
 from tritonpilot.written import Written
 
 SERVICE_FILE = "service.yaml"
@@ -62,6 +63,8 @@ BUILD_PARAMETERS = (
     "pilot_steps",
     "pilot_trace_rate",
     "pilot_cache",
+    "pilot_guard",
+    "pilot_guard_reference",
 )
 #: A class that says no queue timeout waits at most this part of its SLO.
 TIMEOUT_OF_SLO = 0.8
@@ -385,6 +388,7 @@ class Service(Written):
     version_policy: Literal["all"] | LatestVersions | SpecificVersions = LatestVersions(latest=1)
     warmup: Warmup | None = None
     cache: Cache | None = Field(None, description="none: every request is computed")
+    guard: Guard | None = Field(None, description="none: nobody compares answers")
     rate_limiter: RateLimiter | None = None
     tracing: Tracing | None = Field(None, description="none: only requests that bring a trace context are traced")
     triton: dict[str, Any] = Field(

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from tritonpilot.errors import RepositoryError
+from tritonpilot.errors import RepositoryError, SpecError
+from tritonpilot.guard.reference import Reference
+from tritonpilot.guard.terms import Guard, of_parameter
 from tritonpilot.spec import NO_TIMEOUT_MS
 
-#: An answer of the entry's cache is given only when Triton was seen to serve its model this shortly before. Who changes a model has to
-#: wait so long until nobody gets an answer of the old one (docs/caching.md).
+#: An answer of the entry's cache is given only when Triton was seen to serve its model this shortly before. Who changes a model
+#: waits so long until nobody gets an answer of the old one (docs/caching.md).
 CACHE_LEASE_S = 2.0
 #: Requests that may wait where the config states no queue policy.
 DEFAULT_MAX_QUEUE = 1000
@@ -64,6 +66,8 @@ class ModelTerms:
     """Triton does, by itself."""
     cache: CacheTerms | None = None
     """The entry does."""
+    guard: Guard | None = field(default=None, hash=False)
+    guard_reference: Reference | None = field(default=None, hash=False)
     may_override_timeout: bool = True
     """Whether Triton honours a request's own timeout, for every class."""
 
@@ -111,6 +115,8 @@ def terms_of(config: Mapping[str, Any]) -> ModelTerms:
         inputs=tuple(str(each["name"]) for each in config.get("input", ())),
         caches=bool((config.get("response_cache") or {}).get("enable", False)),
         cache=parameters.cache(),
+        guard=parameters.guard(),
+        guard_reference=parameters.guard_reference(),
         may_override_timeout="ensemble_scheduling" in config
         or (not int(batcher.get("max_queue_delay_microseconds", 0)) and all(map(_may_override, policies.values()))),
     )
@@ -191,6 +197,22 @@ class _Parameters:
         if "max_mb" not in found:
             self.wrong("pilot_cache", "max_mb is not given")
         return CacheTerms(int(found["max_mb"] * 2**20), found.get("ttl_s"))
+
+    def guard(self) -> Guard | None:
+        """`pilot_guard`, as JSON."""
+        text = self._text("pilot_guard")
+        try:
+            return of_parameter(text) if text else None
+        except ValueError as error:
+            self.wrong("pilot_guard", f"it is no guard: {error}")
+
+    def guard_reference(self) -> Reference | None:
+        """`pilot_guard_reference`, as JSON."""
+        text = self._text("pilot_guard_reference")
+        try:
+            return Reference.parse(text, "it") if text else None
+        except SpecError:
+            self.wrong("pilot_guard_reference", "it is no reference of a guard")
 
     def window_rows(self) -> int:
         """As stated; 0: not stated."""
