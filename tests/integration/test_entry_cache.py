@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,12 +128,15 @@ def front(triton: EmbeddedServer) -> Iterator[dict[str, str]]:
 
 
 def figures(front: dict[str, str], model: str, name: str = "cache_requests_total") -> dict[str, float]:
-    """Samples of a metric of a model, by their last label's value."""
+    """A metric of a model, by the value of its last label."""
     with urllib.request.urlopen(f"http://{front['metrics']}/metrics", timeout=10) as answer:
         lines = [
             line for line in answer.read().decode().splitlines() if line.startswith(name + "{") and f'"{model}"' in line
         ]
-    return {line.split('"')[-2]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    found: dict[str, float] = defaultdict(float)
+    for line in lines:
+        found[line.split('"')[-2]] += float(line.rsplit(" ", 1)[1])
+    return found
 
 
 def over_http(

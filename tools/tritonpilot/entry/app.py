@@ -82,7 +82,7 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
     metrics.watch(gate, keys)
     canary = Canary(settings.triton_http, settings.triton_grpc, say)
     metrics.registry.register(canary)
-    cache = Cache(Generations(settings.triton_grpc, say=say), metrics.cached)
+    cache = Cache(Generations(settings.triton_grpc, say=say))
     metrics.registry.register(cache)
     # NOTE: the cache first: what it answers is nobody else's.
     extras = Extras([cache, canary], say)

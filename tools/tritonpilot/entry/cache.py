@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import orjson
@@ -104,18 +104,26 @@ class _Model:
         self.terms = terms
         self.store = Store(terms.max_bytes, terms.ttl_s)
         self.flights: dict[bytes, _Flight] = {}
-        self.counts = dict.fromkeys(OUTCOMES, 0)
+        self.counts: dict[tuple[str, str], dict[str, int]] = {}
+        """By tenant and class, then outcome."""
         self.saved_s = 0.0
         self.renewals = 0
 
+    def count(self, asked: Asked, outcome: str) -> None:
+        """One more request with that outcome."""
+        whose = (asked.tenant, asked.class_name)
+        counts = self.counts.get(whose)
+        if counts is None:  # all at once: a counter that is born at 1 has no rate
+            counts = self.counts[whose] = dict.fromkeys(OUTCOMES, 0)
+        counts[outcome] += 1
+
 
 class Cache(Extra):
-    """The caches of all models that have one. `on_hit` is called for each request that Triton need not answer."""
+    """The caches of all models that have one; a collector of Prometheus too."""
 
-    def __init__(self, generations: Generations, on_hit: Callable[[Asked], None] = lambda _: None) -> None:
+    def __init__(self, generations: Generations) -> None:
         self._generations = generations
         generations.on_new = self._renewed
-        self._on_hit = on_hit
         self._models: dict[str, _Model] = {}
 
     def wants(self, terms: ModelTerms) -> bool:
@@ -139,18 +147,17 @@ class Cache(Extra):
             return None
         generation = self._generations.of(asked.model)
         if generation is None:
-            model.counts["unsure"] += 1
+            model.count(asked, "unsure")
             return None
         digest = asked.digest()
         if not digest:
-            model.counts["uncacheable"] += 1
+            model.count(asked, "uncacheable")
             return None
         key = b"\0".join((asked.tenant.encode(), asked.version.encode(), asked.protocol.encode(), digest))
         kept = model.store.get(key)
         if kept is not None and kept[0] == generation.number:
-            model.counts["hit"] += 1
+            model.count(asked, "hit")
             model.saved_s += kept[3]
-            self._on_hit(asked)
             return _with_id(asked, kept[1], kept[2])
         flight = model.flights.get(key)
         # NOTE: not behind a class that is served later: its request may wait as long as that class may.
@@ -158,7 +165,7 @@ class Cache(Extra):
             waiting = Waiting()
             flight.waiting.append((asked, waiting))
             return waiting
-        model.counts["miss"] += 1
+        model.count(asked, "miss")
         asked.notes[self] = model.flights[key] = _Flight(key, generation, asked.level)
         return None
 
@@ -178,12 +185,11 @@ class Cache(Extra):
                 continue  # its caller has gone
             if kept is None or model is None:
                 if model is not None:
-                    model.counts["miss"] += 1
+                    model.count(waiter, "miss")
                 waiting.tell(None)
                 continue
-            model.counts["joined"] += 1
+            model.count(waiter, "joined")
             model.saved_s += kept[3]
-            self._on_hit(waiter)
             waiting.tell(_with_id(waiter, kept[1], kept[2]))
 
     async def keep_up(self) -> None:
@@ -193,7 +199,9 @@ class Cache(Extra):
     def collect(self) -> Iterator[Any]:
         """For Prometheus."""
         requests = CounterMetricFamily(
-            "cache_requests", "Requests to models with a cache, by what became of them", labels=("model", "outcome")
+            "cache_requests",
+            "Requests to models with a cache, by what became of them",
+            labels=("tenant", "model", "class", "outcome"),
         )
         saved = CounterMetricFamily(
             "cache_saved_seconds", "What the computation of given answers had taken", labels=("model",)
@@ -206,8 +214,9 @@ class Cache(Extra):
         most = GaugeMetricFamily("cache_max_bytes", "That they may take", labels=("model",))
         answers = GaugeMetricFamily("cache_answers", "Answers that are kept", labels=("model",))
         for name, model in tuple(self._models.items()):
-            for outcome, count in model.counts.items():
-                requests.add_metric((name, outcome), count)
+            for (tenant, class_name), counts in tuple(model.counts.items()):
+                for outcome, count in counts.items():
+                    requests.add_metric((tenant, name, class_name, outcome), count)
             for family, value in (
                 (saved, model.saved_s),
                 (evicted, model.store.evicted),

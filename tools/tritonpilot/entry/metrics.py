@@ -15,7 +15,6 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from tritonpilot.entry.extras import Asked
 from tritonpilot.entry.gate import DoneStatus, Gate, Kind, Refusal, Ticket
 from tritonpilot.entry.tenants import KeyFile
 from tritonpilot.entry.terms import ClassTerms, ModelTerms
@@ -27,7 +26,7 @@ LATENCY_BUCKETS_S = (
 )
 
 #: What a request of a class that the model has may come to.
-STATUSES = (*get_args(DoneStatus), "cached", *(f"refused_{kind}" for kind in get_args(Kind) if kind != "unknown_class"))
+STATUSES = (*get_args(DoneStatus), *(f"refused_{kind}" for kind in get_args(Kind) if kind != "unknown_class"))
 
 Key = tuple[str, str, str, str]
 
@@ -39,7 +38,7 @@ class EntryMetrics:
         self.registry = CollectorRegistry()
         self._processed = Counter(
             "processed_requests",
-            "Requests by outcome: ok, cached, error, rejected (by Triton), unavailable, timeout, cancelled, refused_*",
+            "Requests by outcome: ok, error, rejected (by Triton), unavailable, timeout, cancelled, refused_*",
             ("tenant", "model", "class", "status"),
             registry=self.registry,
         )
@@ -83,10 +82,6 @@ class EntryMetrics:
         """A front answered by itself."""
         self._denied.labels(str(http_status)).inc()
 
-    def cached(self, asked: Asked) -> None:
-        """The entry's cache answered: the gate does not know of it."""
-        self._count_of((asked.tenant, asked.model, asked.class_name, "cached"))
-
     def watch(self, gate: Gate, keys: KeyFile | None) -> None:
         """Report the state of the gate and of the tenants file at each scrape."""
         self.registry.register(_State(gate, keys))
@@ -98,9 +93,7 @@ class EntryMetrics:
 
     def _count(self, ticket: Ticket, status: str) -> None:
         tenant = ticket.tenant.name if ticket.tenant is not None else ""
-        self._count_of((tenant, ticket.model.name, ticket.class_name, status))
-
-    def _count_of(self, key: Key) -> None:
+        key = (tenant, ticket.model.name, ticket.class_name, status)
         counter = self._counters.get(key)
         if counter is None:
             counter = self._born(key)
