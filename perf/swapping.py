@@ -29,7 +29,6 @@ from tritonpilot.server import EmbeddedServer
 
 TOOL_S = 120.0
 KEPT = 2  # older versions on disk
-TOLERANCE = 0.1  # generations differ by less, so that the golden check has nothing against them
 
 
 @dataclass(frozen=True)

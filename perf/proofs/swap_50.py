@@ -17,7 +17,7 @@ import numpy.typing as npt
 from perf import generations, memory
 from perf.frame import Bench, NoisyRoundError, Outcome
 from perf.generations import Call, Load, Rate
-from perf.swapping import TOLERANCE, Ran, Site, switched
+from perf.swapping import Ran, Site, switched
 from tritonpilot.errors import MeasurementError
 
 SWAPS, QUICK_SWAPS = 50, 2
@@ -174,7 +174,7 @@ def _swap(site: Site, number: int, rest_s: float) -> Swapped:
     began_s = time.perf_counter()
     time.sleep(rest_s)
     rested_s = time.perf_counter()
-    ran = site.swap(service, number + 1, ["--tolerance", str(TOLERANCE)])
+    ran = site.swap(service, number + 1)
     ended_s = time.perf_counter()
     time.sleep(CALM_S)
     return Swapped(service, number + 1, (began_s, rested_s), Ran(ran.began_s, ended_s, ran.code, ran.said, ran.told))

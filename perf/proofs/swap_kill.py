@@ -25,7 +25,7 @@ import numpy as np
 from perf import generations
 from perf.frame import Bench, Outcome
 from perf.generations import Call, Load, Rate
-from perf.swapping import TOLERANCE, Site, switched
+from perf.swapping import Site, switched
 from tritonpilot.errors import MeasurementError, PilotError
 from tritonpilot.server import EmbeddedServer
 
@@ -34,7 +34,7 @@ AFTER_S = 0.5  # of answers that are looked at after each kill and each re-run
 INSIDE = 2  # kills within each step of the full form, besides those at its beginning and its end
 QUICK_KILLS = 5
 KILLED = -signal.SIGKILL
-OPTIONS = ("--tolerance", str(TOLERANCE), "--max-slower", "20")  # it is the order of steps that is proved here
+OPTIONS = ("--max-slower", "20")  # it is the order of steps that is proved here
 #: `tritonpilot`, which ends by SIGKILL so many seconds after it has synced so many lines of the journal.
 DYING = """
 import os
