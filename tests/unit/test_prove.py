@@ -77,6 +77,8 @@ NAMES = [
     "changes_under_load",
     "helm_valid",
     "autopilot_chaos",
+    "swap_50",
+    "swap_kill_each_step",
     "cold_start",
     "demo_time",
 ]
