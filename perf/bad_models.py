@@ -87,19 +87,21 @@ def slow(source: Path, target: Path, _: Arrays) -> None:
     nodes, added = list(graph.node), []
     weights = {each.name for each in graph.initializer}
     for copy in range(1, FACTOR):
-        graph.initializer.append(numpy_helper.from_array(np.array(BESIDE * copy, np.float32), f"beside_{copy}"))
-        renamed = {name: f"{name}_{copy}" for name in floats}
-        added += [helper.make_node("Add", [name, f"beside_{copy}"], [new]) for name, new in renamed.items()]
-        renamed |= {name: f"{name}_{copy}" for node in nodes for name in node.output if name}
+        graph.initializer.append(numpy_helper.from_array(np.array(BESIDE * copy, np.float32), f"beside.{copy}"))
+        renamed = {name: f"twin{copy}.{name}" for name in floats}
+        added += [helper.make_node("Add", [name, f"beside.{copy}"], [new]) for name, new in renamed.items()]
+        renamed |= {name: f"twin{copy}.{name}" for node in nodes for name in node.output if name}
         for node in nodes:
             twin = onnx.NodeProto()
             twin.CopyFrom(node)
-            twin.name = f"{node.name}_{copy}" if node.name else ""
+            twin.name = f"twin{copy}.{node.name}" if node.name else ""
             twin.input[:] = [renamed.get(name, name) if name not in weights else name for name in node.input]
             twin.output[:] = [renamed.get(name, name) for name in node.output]
             added.append(twin)
     graph.node.extend(added)
-    _append(model, output, [helper.make_node("Mean", ["was", *(f"was_{copy}" for copy in range(1, FACTOR))], [output])])
+    _append(
+        model, output, [helper.make_node("Mean", ["was", *(f"twin{copy}.was" for copy in range(1, FACTOR))], [output])]
+    )
     onnx.save(model, str(target))
 
 

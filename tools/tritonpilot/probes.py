@@ -62,7 +62,7 @@ def probe_of(model: Model, config: ModelConfig, folder: Path | None = None, inpu
         is_real, remark = is_real and found.is_real, remark or found.remark
         datatype = _datatype(tensor.data_type)
         request.inputs.add(name=tensor.name, datatype=datatype, shape=found.shape)
-        request.raw_input_contents.append(_varied(found.data, datatype) if config.response_cache.enable else found.data)
+        request.raw_input_contents.append(varied(found.data, datatype) if config.response_cache.enable else found.data)
     if level := lowest_level(config):
         request.parameters["priority"].uint64_param = level
     if config.HasField("sequence_batching"):
@@ -128,7 +128,7 @@ def _parameter(config: ModelConfig, name: str) -> str:
     return str(config.parameters[name].string_value) if name in config.parameters else ""
 
 
-def _varied(data: bytes, datatype: str) -> bytes:
+def varied(data: bytes, datatype: str) -> bytes:
     """The same floats but for the last of their bits: another key in a response cache. Other types stay as they are."""
     stated = {"FP32": ("<u4", 0x7F80_0000, 0x3580_0000), "FP64": ("<u8", 0x7FF0_0000_0000_0000, 0x3EB0_0000_0000_0000)}
     if datatype not in stated:

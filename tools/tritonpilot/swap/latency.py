@@ -74,7 +74,7 @@ class Latency:
         count = len(next(iter(self.rows.values())))
         sizes = {1, min(LARGE, old.config.max_batch_size)} if old.is_batched else {1}
         inputs = [old.inputs(self.rows, np.arange(size, dtype=np.intp) % count) for size in sorted(sizes)]
-        return [(partial(old.ask, each), partial(new.ask, each)) for each in inputs]
+        return [(partial(old.ask, each, past_cache=True), partial(new.ask, each, past_cache=True)) for each in inputs]
 
 
 def _rounds(
