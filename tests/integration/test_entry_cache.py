@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -128,14 +129,15 @@ def front(triton: EmbeddedServer) -> Iterator[dict[str, str]]:
 
 
 def figures(front: dict[str, str], model: str, name: str = "cache_requests_total") -> dict[str, float]:
-    """A metric of a model, by the value of its last label."""
+    """A metric of a model, by outcome where it has some."""
     with urllib.request.urlopen(f"http://{front['metrics']}/metrics", timeout=10) as answer:
         lines = [
             line for line in answer.read().decode().splitlines() if line.startswith(name + "{") and f'"{model}"' in line
         ]
     found: dict[str, float] = defaultdict(float)
     for line in lines:
-        found[line.split('"')[-2]] += float(line.rsplit(" ", 1)[1])
+        outcome = re.search(r'outcome="(\w+)"', line)
+        found[outcome[1] if outcome else model] += float(line.rsplit(" ", 1)[1])
     return found
 
 

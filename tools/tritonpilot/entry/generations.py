@@ -135,7 +135,8 @@ class Generations:
         described: list[Any] = []
         counts: dict[tuple[str, str], int] = {}
         versions: frozenset[str] = frozenset()
-        names, done = [model], set()
+        names = [model]
+        done: set[str] = set()
         while names and len(done) < MOST_MODELS:
             name = names.pop(0)
             done.add(name)
