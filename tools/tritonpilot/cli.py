@@ -24,7 +24,7 @@ from tritonpilot import engine as engines
 from tritonpilot import optimized, samples, spec, sweep, trtexec
 from tritonpilot import repository as repositories
 from tritonpilot import top as tops
-from tritonpilot.commands import autopilot, costs, load, plan, replay, serve, simulate, tune
+from tritonpilot.commands import autopilot, costs, load, plan, replay, serve, simulate, supervise, tune
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
@@ -414,6 +414,7 @@ def measure(
 
 app.command("serve", epilog=serve.EPILOG)(serve.command)
 app.command("autopilot", epilog=autopilot.EPILOG)(autopilot.command)
+app.command("supervise", epilog=supervise.EPILOG)(supervise.command)
 app.command("costs", epilog=costs.EPILOG)(costs.command)
 app.command("load", epilog=load.EPILOG)(load.command)
 app.command("sweep", epilog=sweeping.EPILOG)(sweeping.command)

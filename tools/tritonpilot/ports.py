@@ -43,14 +43,24 @@ def choose_ports(wanted: Sequence[int]) -> list[int]:
 
 def holder(port: int) -> str | None:
     """Who listens on `port` at loopback or at all addresses, IPv4 or IPv6: "process 123 (python3 app.py)"; None: not visible."""
+    if (pid := holder_pid(port)) is None:
+        return None
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:  # just gone
+        return None
+    return f"process {pid} ({command[:120]})"
+
+
+def holder_pid(port: int) -> int | None:
+    """The same as a process id."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listeners(Path("/proc/net") / table, port)}
     if not inodes:
         return None
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if any(str(descriptor.readlink()) in inodes for descriptor in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name} ({command[:120]})"
+                return int(process.name)
         except OSError:  # of another user, or just gone
             continue
     return None

@@ -159,6 +159,11 @@ def control_key(file: Path | None = None, environ: Mapping[str, str] = os.enviro
     return key
 
 
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    return bool(_ADDRESS.fullmatch(text)) and 0 < int(text.rpartition(":")[2]) < 65536
+
+
 def lines(report: Report) -> list[str]:
     """The report for a person."""
     if not report.is_up:
@@ -191,7 +196,7 @@ class Watch:
     def __init__(self, settings: Settings) -> None:
         """Raises SpecError for a wrong address."""
         address = settings.triton_grpc
-        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 65536:
+        if not is_address(address):
             raise SpecError(
                 f"--triton-grpc is {address!r}, but must be HOST:PORT, as 127.0.0.1:8001. Nothing was started."
             )
@@ -212,10 +217,10 @@ class Watch:
         self._disconnect()
         self._pool.shutdown(cancel_futures=True)
 
-    def look(self) -> Report:
-        """Ask Triton for its models, and each model that is loaded for an answer."""
+    def look(self, only: str = "") -> Report:
+        """Ask Triton for its models, and each model that is loaded for an answer, or `only` one."""
         try:
-            return self._look()
+            return self._look(only)
         except ServerError as error:
             self._answered = {}
             # A connection of its own to the next server: gRPC would wait ever longer before it tries again.
@@ -223,9 +228,10 @@ class Watch:
             self._connect()
             return Report(False, said=str(error))
 
-    def _look(self) -> Report:
+    def _look(self, only: str) -> Report:
         self._control.server_version(timeout_s=CALL_TIMEOUT_S)
         states, said = self._listed()
+        states = [state for state in states if only in ("", state.name)]
         answered = self._answered or self._counts()
         probes = [(state, self._probe_soon(state)) for state in states]
         found = [_report(state) if probe is None else probe.result() for state, probe in probes]
