@@ -24,6 +24,7 @@ from tritonpilot.entry.extras import MOST_ANSWER_BYTES, Answer, Asked, Content
 from tritonpilot.entry.gate import Refusal, Status, Ticket
 from tritonpilot.entry.grpc_scan import SMALL_BYTES, check_sizes, scan
 from tritonpilot.entry.messages import Denied
+from tritonpilot.entry.resend import ONCE, PAUSE_S, RETRY_HEADER, Again, Deaths
 from tritonpilot.entry.terms import ModelTerms
 from tritonpilot.errors import PortError
 from tritonpilot.ports import port_taken
@@ -105,6 +106,8 @@ class GrpcFront:
         self._infers: list[Any] = []
         self._next = 0
         self._server: Any = None
+        self._deaths = Deaths()
+        self._is_closing = False
 
     async def start(self, host: str, port: int) -> int:
         """Listen on `host` and `port` (0: a free one) and return the port. Raises PortError when it is taken."""
@@ -128,6 +131,7 @@ class GrpcFront:
 
     async def close(self, grace_s: float) -> None:
         """Take no more calls, give those under way `grace_s` to end, and end the others."""
+        self._is_closing = True
         if self._server is not None:
             await self._server.stop(grace_s)
         for channel in self._channels:
@@ -250,6 +254,7 @@ class GrpcFront:
         deadline_s = None if budget_s is None or budget_s > LONGEST_S else now_s + budget_s
         flight.request = request
         flight.trace = asked.trace()
+        flight.asks_again = (asked.one(RETRY_HEADER) or "").strip().lower() == ONCE
         extras = self._desk.extras.of(name)
         if extras is not None:
             whose = "" if tenant is None else tenant.name
@@ -285,7 +290,7 @@ class GrpcFront:
             if answer is None:
                 message = flight.request.SerializeToString()
                 flight.request = None  # large requests are kept once
-                answer = await infer(message, metadata=flight.trace)
+                answer = await self._inferred(infer, message, ticket, flight)
             flight.tell(answer)
             flight.end(True, Answer(answer) if len(answer) <= MOST_ANSWER_BYTES else None)
             status = "ok"
@@ -301,6 +306,28 @@ class GrpcFront:
             flight.end(False)
             self._let_go(flight)
             self._desk.gate.finished(ticket, status)
+
+    async def _inferred(self, infer: Any, message: bytes, ticket: Ticket, flight: _Flight) -> bytes:
+        """Triton's answer, also after it, or the model, has come back. Raises AioRpcError."""
+        again = Again(flight.asks_again, ticket.deadline_s is not None)
+        while True:
+            try:
+                answer: bytes = await infer(message, metadata=flight.trace)
+                return answer
+            except grpc.aio.AioRpcError as error:
+                never_reached = self._never_reached(error)
+                if never_reached is None or flight.answer.done() or self._is_closing:
+                    raise
+                if not again.may(never_reached, time.monotonic()):
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
+    def _never_reached(self, error: Any) -> bool | None:
+        """Whether nobody has computed a request that failed so; None: it did not fail for lack of a Triton or a stub."""
+        details: str = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not _is_tritons(error):
+            return "failed to connect" in details.lower()
+        return self._deaths.never_reached(details.encode(), time.monotonic())
 
     async def _tried_elsewhere(self, infer: Any, flight: _Flight) -> bytes | None:
         """The answer of another model, where an extra said one; None: none said, or it failed, which costs nobody his answer."""
@@ -383,7 +410,7 @@ class _Asked:
 class _Flight:
     """One accepted request between the gate, its caller and Triton."""
 
-    __slots__ = ("_send", "_task", "answer", "asked", "held_bytes", "request", "trace")
+    __slots__ = ("_send", "_task", "answer", "asked", "asks_again", "held_bytes", "request", "trace")
 
     def __init__(self, send: Callable[[Ticket, _Flight], Coroutine[Any, Any, None]]) -> None:
         self._send = send
@@ -392,6 +419,7 @@ class _Flight:
         self.held_bytes = 0
         self.asked: Asked | None = None  # until it has ended, where extras want to know
         self.trace: tuple[tuple[str, str], ...] | None = None  # metadata for Triton
+        self.asks_again = False  # should it fail together with a stub
         self.answer: asyncio.Future[bytes | Denied] = asyncio.get_running_loop().create_future()
         """For the caller; cancelled when he has gone. Not an exception: its traceback would keep the request until a collection."""
 

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 IDLE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 0.05
 MAX_HEAD_BYTES = 64 * 1024
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
 _BLANK_LINE = b"\r\n\r\n"
@@ -66,16 +67,16 @@ class Backend:
         """Open ones, idle or not."""
         return len(self._open)
 
-    def send(self, request: Request, receiver: Receiver) -> None:
-        """Send `request` (head and body) over an idle connection, or over a new one."""
+    def send(self, request: Request, receiver: Receiver, patience_s: float = 0.0) -> None:
+        """Send `request` (head and body) over an idle connection, or over a new one; where nobody listens, try for `patience_s`."""
         if self._idle:
             self._idle.pop().send(request, receiver, is_reused=True)
         else:
-            self.send_over_new(request, receiver)
+            self.send_over_new(request, receiver, patience_s)
 
-    def send_over_new(self, request: Request, receiver: Receiver) -> None:
+    def send_over_new(self, request: Request, receiver: Receiver, patience_s: float = 0.0) -> None:
         """Connect first."""
-        task = asyncio.get_running_loop().create_task(self._connect(request, receiver))
+        task = asyncio.get_running_loop().create_task(self._connect(request, receiver, patience_s))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
@@ -107,19 +108,28 @@ class Backend:
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self._idle_s / 2, self._close_idle)
 
-    async def _connect(self, request: Request, receiver: Receiver) -> None:
+    async def _connect(self, request: Request, receiver: Receiver, patience_s: float) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            _, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: BackendConnection(self), self.host, self.port), CONNECT_TIMEOUT_S
-            )
-        except asyncio.CancelledError:
-            receiver.broke("the entry ends")
-            raise
-        except (OSError, asyncio.TimeoutError) as failed:
-            reason = (failed.strerror if isinstance(failed, OSError) else None) or "no connection in time"
-            receiver.broke(f"{self.host}:{self.port}: {reason}")
-            return
+        until_s = loop.time() + patience_s
+        while True:
+            try:
+                _, connection = await asyncio.wait_for(
+                    loop.create_connection(lambda: BackendConnection(self), self.host, self.port), CONNECT_TIMEOUT_S
+                )
+                break
+            except asyncio.CancelledError:
+                receiver.broke("the entry ends")
+                raise
+            except (OSError, asyncio.TimeoutError) as failed:
+                if not receiver.is_waited_for or loop.time() >= until_s:
+                    reason = (failed.strerror if isinstance(failed, OSError) else None) or "no connection in time"
+                    receiver.broke(f"{self.host}:{self.port}: {reason}")
+                    return
+            try:
+                await asyncio.sleep(RECONNECT_S)
+            except asyncio.CancelledError:
+                receiver.broke("the entry ends")
+                raise
         connection.send(request, receiver, is_reused=False)
 
     def _close_idle(self) -> None:

@@ -23,6 +23,7 @@ from tritonpilot.entry.extras import MOST_ANSWER_BYTES, Answer, Asked, Content, 
 from tritonpilot.entry.gate import Refusal, Status, Ticket
 from tritonpilot.entry.http_back import BackendConnection, Request
 from tritonpilot.entry.messages import Denied
+from tritonpilot.entry.resend import ONCE, PATIENCE_S, PAUSE_S, RETRY_HEADER, Again
 from tritonpilot.entry.tenants import Tenant
 from tritonpilot.entry.terms import ModelTerms
 
@@ -33,6 +34,7 @@ _JOINED_BYTES = 128 * 1024  # smaller requests are copied into one piece, which 
 _CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
 _DEADLINE = messages.DEADLINE_HEADER.encode()
 _CLASS = messages.CLASS_HEADER.encode()
+_RETRY, _ONCE = RETRY_HEADER.encode(), ONCE.encode()
 _TRACEPARENT, _TRACESTATE = messages.TRACEPARENT_HEADER.encode(), messages.TRACESTATE_HEADER.encode()
 _NO_REGIONS = "Shared memory cannot be used where tenants share a Triton."
 _REJECTIONS = (429, 503)
@@ -73,6 +75,7 @@ class Call:
     """Filled by its Connection; then a Receiver of http_back."""
 
     __slots__ = (
+        "_again",
         "_asked",
         "_caller",
         "_dumps",
@@ -81,6 +84,7 @@ class Call:
         "_is_sent",
         "_json",
         "_parameters",
+        "_request",
         "_second",
         "_seen",
         "_tail",
@@ -148,6 +152,8 @@ class Call:
         self._seen: list[bytes] = []  # of the answer, for them
         self._waiting: tuple[Waiting, asyncio.TimerHandle | None] | None = None  # for the answer to another request
         self._second: Request | None = None  # to the model that was meant, should another that was asked fail
+        self._request: Request | None = None  # to that model, until Triton has answered it
+        self._again: Again | None = None  # what is known of it when it failed
 
     @property
     def is_plain(self) -> bool:
@@ -220,6 +226,9 @@ class Call:
                     self._ask_again()
                 return
             self._second = None
+        if status == 500 and is_last and self._goes_again(data[head_size:]):
+            return
+        self._request = None
         # NOTE: before the caller has his answer, so that he finds its place in the window free.
         self._finish("ok" if status == 200 else "rejected" if status in _REJECTIONS else "error")
         caller = self._caller
@@ -258,6 +267,9 @@ class Call:
         if self._second is not None:
             self._ask_again()
             return
+        if self._goes_again(None):
+            return
+        self._request = None
         self._finish("unavailable")
         self._end(False)
         if self._caller is None:
@@ -522,8 +534,9 @@ class Call:
         if route is not meant:
             self._second = _request(meant, text, tail, trace)
         request = _request(route, text, tail, trace)
+        self._request = self._second or request
         self._drop_body()
-        self._front.backend.send(request, self)
+        self._front.backend.send(request, self, self._patience_s)
 
     def _ask_again(self) -> None:
         """The model that was meant, for the other one has failed: a candidate costs nobody his answer."""
@@ -537,6 +550,31 @@ class Call:
             return
         # NOTE: later, for the connection is not done with the answer yet.
         asyncio.get_running_loop().call_soon(self._front.backend.send, second, self)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long it waits for a Triton that is not there: where it has a deadline, the gate ends the wait."""
+        return PATIENCE_S if self._ticket is None or self._ticket.deadline_s is None else math.inf
+
+    def _goes_again(self, said: bytes | None) -> bool:
+        """Send it again after Triton's error, or (None) after the connection broke; whether that is done."""
+        request, now_s = self._request, time.monotonic()
+        never_reached = False if said is None else self._front.deaths.never_reached(said, now_s)
+        if (
+            request is None
+            or never_reached is None
+            or self._caller is None
+            or self._has_begun
+            or self._front.is_closing
+        ):
+            return False
+        if self._again is None:
+            asks = self.headers.get(_RETRY, b"").strip().lower() == _ONCE
+            self._again = Again(asks, self._patience_s == math.inf)
+        if not self._again.may(never_reached, now_s):
+            return False
+        asyncio.get_running_loop().call_later(PAUSE_S, self._front.backend.send, request, self, self._patience_s)
+        return True
 
     def _trace_lines(self) -> bytes:
         traceparent, tracestate = (self.headers.get(name, b"") for name in (_TRACEPARENT, _TRACESTATE))

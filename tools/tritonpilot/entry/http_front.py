@@ -26,6 +26,7 @@ from tritonpilot.entry.desk import Desk
 from tritonpilot.entry.http_back import Backend
 from tritonpilot.entry.http_call import Call, Route
 from tritonpilot.entry.messages import Denied
+from tritonpilot.entry.resend import Deaths
 from tritonpilot.ports import port_taken
 
 MIB = 1 << 20
@@ -111,6 +112,7 @@ class HttpFront:
         if max_request_bytes is not None:
             self.limits = replace(self.limits, body_bytes=max_request_bytes)
         self.backend = Backend(host.strip("[]"), int(port))
+        self.deaths = Deaths()
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.buffered_bytes = 0
