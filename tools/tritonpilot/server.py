@@ -54,6 +54,9 @@ PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver'
 # From the last answer to SIGKILL. Stubs take 1 to 2 s to unload; for one that died, and for a model whose reload failed once,
 # tritonserver 2.51 waits until its exit timeout.
 UNLOAD_GRACE_S = 5
+TRITONS_HTTP_THREADS = 8  # without http_threads
+FIRST_CALLS_S = 0.05  # for each model
+FEWEST_FIRST_CALLS = 2
 COMPANION_BACKEND = "companion"
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
@@ -88,7 +91,8 @@ class EmbeddedServer:
     context, and of one of so many others as `tracing` in a model's service file says.
     `probe_inputs` maps model names to the inputs (name -> array) of the inference that proves readiness; other models get zeros. A
     function that makes them is called while Triton loads its models.
-    On stop, requests in flight have `exit_timeout_s` to be answered. `on_progress` gets lines for people.
+    `warms_http` asks the models a few times over HTTP before the server is called ready: a first request is then as fast as
+    later ones. On stop, requests in flight have `exit_timeout_s` to be answered. `on_progress` gets lines for people.
 
     Errors of `start` (and of entering the block): HostError, PortError, RepositoryError, ServerError; nothing is left running.
     """
@@ -113,6 +117,7 @@ class EmbeddedServer:
         http_threads: int = 0,
         trace_url: str = "",
         probe_inputs: Mapping[str, Inputs] | Callable[[], Mapping[str, Inputs]] | None = None,
+        warms_http: bool = False,
         on_progress: Callable[[str], None] | None = None,
         startup_timeout_s: float = 120,
         exit_timeout_s: int = 30,
@@ -133,6 +138,7 @@ class EmbeddedServer:
         self._http_threads = http_threads
         self._trace_url = trace_url
         self._probe_inputs = probe_inputs or {}
+        self._warms_http = warms_http
         self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
         self.exit_timeout_s = exit_timeout_s
@@ -462,11 +468,14 @@ class EmbeddedServer:
         self._wait_live(deadline)
         with self.control() as control:
             failed = []
+            took_s: dict[str, float] = {}
             for name in self.models:
                 try:
                     for state in control.wait_ready(name, deadline):
                         left = max(1.0, deadline - time.monotonic())
+                        asked = time.monotonic()
                         control.probe(name, self._probe_input(name), version=state.version, timeout_s=left)
+                        took_s[name] = time.monotonic() - asked
                 except ServerError as error:
                     self._raise_if_ended()
                     unexplained = isinstance(error, NotLoadedError) and not error.reason
@@ -478,7 +487,19 @@ class EmbeddedServer:
         self._raise_if_ended()
         if failed:
             raise ServerError(self._not_ready(failed))
+        if self._warms_http:
+            self._warm_http(took_s)
         self.progress(f"ready in {time.monotonic() - began:.1f} s")
+
+    def _warm_http(self, took_s: Mapping[str, float]) -> None:
+        """Each model a few times, quick ones as often as it takes to reach every HTTP thread of Triton twice."""
+        from tritonpilot import first_calls
+
+        threads = self._http_threads or TRITONS_HTTP_THREADS
+        for name, seconds in took_s.items():
+            if (inputs := self._probe_input(name)) is not None:
+                calls = max(FEWEST_FIRST_CALLS, min(2 * threads, int(FIRST_CALLS_S / seconds)))
+                first_calls.call(self.endpoints.http, name, inputs, connections=threads, calls=calls)
 
     def _wait_live(self, deadline: float) -> None:
         """Wait until the front ends answer, which they do when the models of the start have loaded or failed."""

@@ -77,6 +77,7 @@ def command(
         http_threads=http_threads,
         trace_url=trace_url,
         probe_inputs=lambda: _probe_inputs(models, repository),
+        warms_http=True,
         on_progress=narrate,
     )
 
