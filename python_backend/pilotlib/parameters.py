@@ -82,6 +82,9 @@ class CommonParameters:
     pilot_steps: str = parameter(
         "", "models that a pipeline's driver calls, with commas; who loads it loads them first"
     )
+    pilot_step_versions: str = parameter(
+        "", "versions of them that it calls, as name:version with commas; written by a swap"
+    )
     pilot_cache: str = parameter("", "answers that the entry keeps, as max_mb:number,ttl_s:number; for the entry")
     pilot_guard: str = parameter("", "what of the answers is guarded, as JSON; for the entry")
     pilot_guard_reference: str = parameter("", "how answers are usually distributed, as JSON; for the entry")

@@ -70,6 +70,7 @@ class _TritonModel:
             )
         except (ValueError, OSError) as error:
             raise pb_utils.TritonModelException(f"{self._prefix}{text_of(error)}") from None
+        self._versions = _versions(common.pilot_step_versions)
         self._outputs = instance.Outputs(config, checks_shapes=self.backend_class.checks_shapes)
         self._bf16_inputs = {entry["name"] for entry in config["input"] if entry["data_type"] == "TYPE_BF16"}
         self._intake, more_remarks = intake_of(args, config, common)
@@ -176,6 +177,7 @@ class _TritonModel:
             trace = _trace_of(self._requests)
             response = pb_utils.InferenceRequest(
                 model_name=model,
+                model_version=self._versions.get(model, -1),
                 requested_output_names=list(outputs),
                 inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
                 parameters={} if latest_ns is None else {DEADLINE_PARAMETER: latest_ns},
@@ -191,6 +193,12 @@ class _TritonModel:
 
     def _warn(self, line: str) -> None:
         pb_utils.Logger.log_warn(printable(self._prefix + line))
+
+
+def _versions(stated: str) -> dict[str, int]:
+    """Which versions of other models are called, by their names; of those that are not there Triton takes the highest."""
+    pairs = (pair.rpartition(":") for pair in stated.split(",") if pair)
+    return {name: int(version) for name, _, version in pairs}
 
 
 def _trace_of(requests: Sequence[Any]) -> Any:

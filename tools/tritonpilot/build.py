@@ -12,19 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from tritonpilot import backends, model_config, samples
+from tritonpilot import backends, model_config, pins, samples
 from tritonpilot.errors import DriftError, ModelError, SpecError
 from tritonpilot.model_config import Target
 from tritonpilot.onnx_model import Signature, external_files, read_signature
 from tritonpilot.pipeline import parts, step_model
 from tritonpilot.quantize.manifest import ensure_of
-from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, versions
+from tritonpilot.repository import CONFIG_FILE, Change, ModelFolder, compare, damaged, held, sha256, versions
 from tritonpilot.repository import models as repository_models
 from tritonpilot.spec import INT8_SUFFIX, SERVICE_FILE, Service, SpecificVersions, load_services
 
@@ -123,9 +123,14 @@ def plan(services: Sequence[Service], target: Target = "auto", others: Sequence[
     return sorted((p for p in plans if p.service.service in asked), key=lambda p: p.service.service)
 
 
-def folders(plans: Sequence[Plan]) -> list[ModelFolder]:
-    """The model folders of the plans, and the companion's where one of them may need it (docs/adr/0010-companion.md)."""
+def folders(plans: Sequence[Plan], root: Path | None = None) -> list[ModelFolder]:
+    """The model folders of the plans, and the companion's where one of them may need it (docs/adr/0010-companion.md).
+
+    What a swap serves in the repository `root` stays, until the service's own files become others (docs/adr/0019-swap.md).
+    """
     found = [item.folder for item in plans]
+    if root is not None:
+        found = _held(root, found)
     if any(model_config.needs_companion(model_config.parse(folder.config_text, folder.name)) for folder in found):
         found.append(ModelFolder(model_config.COMPANION, model_config.companion_text(), {}))
     return found
@@ -148,7 +153,7 @@ def check_versions(root: Path, plans: Sequence[Plan]) -> None:
 
 def check(root: Path, plans: Sequence[Plan]) -> list[Change]:
     """Compare the repository with the plans; raises DriftError that lists what differs."""
-    changes = [compare(root, folder) for folder in folders(plans)]
+    changes = [compare(root, folder) for folder in folders(plans, root)]
     drift = [change.describe() for change in changes if change]
     if drift:
         raise DriftError(
@@ -156,6 +161,32 @@ def check(root: Path, plans: Sequence[Plan]) -> list[Change]:
             "Run `tritonpilot build` (or undo the edit of a generated file)."
         )
     return changes
+
+
+def _held(root: Path, wanted: Sequence[ModelFolder]) -> list[ModelFolder]:
+    """The folders as they are served since a swap of them, where it still holds."""
+    found = {folder.name: held(root, folder.name) for folder in wanted}
+    served = {
+        folder.name: said
+        for folder in wanted
+        if (said := found[folder.name]) is not None
+        and said.version in versions(root, folder.name)
+        and not damaged(root, folder.name, said.version)
+        and said.instead_of == {name: sha256(path) for name, path in folder.version_files.items()}
+    }
+    for name, said in list(served.items()):
+        if any(member not in served or served[member].version != version for member, version in said.steps.items()):
+            del served[name]  # its members that hold have one version each, which it gets without asking for it
+    return [
+        replace(
+            folder,
+            held=served[folder.name],
+            config_text=pins.pinned(folder.config_text, [served[folder.name].version], served[folder.name].steps),
+        )
+        if folder.name in served
+        else folder
+        for folder in wanted
+    ]
 
 
 def probe_inputs(models: Path, root: Path) -> dict[str, dict[str, NDArray[Any]]]:

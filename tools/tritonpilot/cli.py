@@ -25,6 +25,7 @@ from tritonpilot import optimized, samples, spec, sweep, trtexec
 from tritonpilot import repository as repositories
 from tritonpilot import top as tops
 from tritonpilot.commands import autopilot, costs, load, plan, replay, serve, simulate, supervise, tune
+from tritonpilot.commands import swap as swapping
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
     MODELS,
@@ -110,10 +111,11 @@ def build(
     if check:
         changes = building.check(repository, plans)
     elif dry_run:
-        changes = [repositories.compare(repository, folder) for folder in building.folders(plans)]
+        changes = [repositories.compare(repository, folder) for folder in building.folders(plans, repository)]
     else:
         building.check_versions(repository, plans)
-        changes = repositories.publish(repository, building.folders(plans))
+        swapping.check_none_under_way(repository, [service.service for service in services])
+        changes = repositories.publish(repository, building.folders(plans, repository))
         for note in optimized.write(repository, [change.name for change in changes]) if optimize else ():
             narrate(note)
     if as_json:
@@ -414,6 +416,8 @@ def measure(
 
 app.command("serve", epilog=serve.EPILOG)(serve.command)
 app.command("autopilot", epilog=autopilot.EPILOG)(autopilot.command)
+app.command("swap", epilog=swapping.SWAP_EPILOG)(swapping.swap)
+app.command("rollback", epilog=swapping.ROLLBACK_EPILOG)(swapping.rollback)
 app.command("supervise", epilog=supervise.EPILOG)(supervise.command)
 app.command("costs", epilog=costs.EPILOG)(costs.command)
 app.command("load", epilog=load.EPILOG)(load.command)

@@ -59,7 +59,7 @@ def run(models: Path, root: Path, narrate: Callable[[str], None]) -> Result:
     (measured,) = spec.load_services(models, [MEASURED])
     build.prepare(services, "auto", narrate)
     plans = build.plan(services)
-    for change in repository.publish(root, build.folders(plans)):
+    for change in repository.publish(root, build.folders(plans, root)):
         narrate(change.describe())
     for note in optimized.write(root, [plan.folder.name for plan in plans]):
         narrate(note)

@@ -61,6 +61,7 @@ BUILD_PARAMETERS = (
     "pilot_timeouts_ms",
     "pilot_default_class",
     "pilot_steps",
+    "pilot_step_versions",
     "pilot_trace_rate",
     "pilot_cache",
     "pilot_guard",
