@@ -34,8 +34,8 @@ from tritonpilot.server import EmbeddedServer
 GUIDE = PROJECT / "docs" / "operations.md"
 PATIENCE_S = 60.0
 SMALL_SHM = "48m"  # of /dev/shm, in a namespace of our own
-# Sleeps as many seconds as its largest value says. -1 is an error of its request, -2 one of the model, 1000 and more takes as many
-# MB (less 1000) for good.
+# Sleeps as many seconds as its largest value says. -1 is an error of its request, -2 one of the model, -3 is answered differently each
+# time, 1000 and more takes as many MB (less 1000) for good.
 MODEL = """
 import json
 import time
@@ -58,6 +58,8 @@ class TritonPythonModel:
         most = max(float(value.max()) for value in values)
         if most == -2:
             raise ValueError("a value of -2")
+        if most == -3:
+            values = [value + np.random.random(value.shape).astype(np.float32) for value in values]
         if most >= 1000:
             self.kept.append(np.ones(int(most - 1000) << 20, np.uint8))
         elif most > 0:
@@ -88,6 +90,7 @@ dynamic_batching { priority_levels: 2 default_priority_level: 1 }
 parameters { key: "pilot_classes" value { string_value: "realtime:1,batch:2" } }
 """
 )
+GUARDED = PLAIN + 'parameters { key: "pilot_guard" value { string_value: "{}" } }\n'
 SHARES = CLASSES + 'parameters { key: "pilot_shares" value { string_value: "batch:0.2" } }\n'
 CACHED = PLAIN + "response_cache { enable: true }\n"
 WARMUP = """
@@ -444,6 +447,22 @@ def warm_up() -> Seen:
     return Seen("s of the first request", after, during, after, after < 0.9 <= during and (without, with_it) == (0, 1))
 
 
+def wrong_answers() -> Seen:
+    """Equal inputs get different answers, then others get equal ones; the counter stands still after that."""
+    with serving(GUARDED) as server, entry_of(server) as entry:
+
+        def different(value: float) -> float:
+            first = server.look("wrong-answers", entry["metrics"])
+            for _ in range(20):
+                server.ask(value, url=entry["http"])
+            time.sleep(4)  # whether the model was another one is known after two seconds
+            last = server.look("wrong-answers", entry["metrics"])
+            return number(last, 'kind="repeat"') - number(first, 'kind="repeat"')
+
+        before, during, after = (different(value) for value in (-0.1, -3.0, -0.1))
+    return Seen("different answers", before, during, after, before == 0 and during > 0 and after == 0)
+
+
 def triton_down() -> Seen:
     """tritonserver is killed."""
     with serving() as server:
@@ -485,6 +504,7 @@ FAULTS: dict[str, Callable[[], Seen]] = {
     "cache-hits": cache_hits,
     "gpu-utilisation": gpu_utilisation,
     "warm-up": warm_up,
+    "wrong-answers": wrong_answers,
     "triton-down": triton_down,
     "model-fails": model_fails,
 }

@@ -54,9 +54,17 @@ def changed(guarded: Guarded, **what: object) -> Guarded:
 def test_only_a_version_that_is_new_and_no_rollback_is_left() -> None:
     ctr, text = read(parse(TEXT))
     (trip,) = decide_trip([ctr, text], 3600)
-    assert (trip.model, trip.version, trip.previous) == ("ctr", "4", "3")
+    assert (trip.model, trip.version, trip.previous, trip.to) == ("ctr", "4", "3", 3)
     assert trip.why.startswith("ctr answered the same input differently")
     assert decide_trip([changed(ctr, version_age_s=3601)], 3600) == []
     assert decide_trip([changed(ctr, previous="5")], 3600) == []
     assert decide_trip([changed(ctr, previous="")], 3600) == []
     assert decide_trip([changed(ctr, findings=())], 3600) == []
+
+
+def test_of_a_pipeline_the_member_that_changed_goes_back() -> None:
+    ctr, _ = read(parse(TEXT))
+    (trip,) = decide_trip([changed(ctr, version="1.4.2", previous="1.4.1")], 3600)
+    assert (trip.version, trip.to) == ("1.4.2", 1)
+    assert decide_trip([changed(ctr, version="1.3.2", previous="1.4.1")], 3600) == []
+    assert decide_trip([changed(ctr, version="1.3", previous="1")], 3600) == []

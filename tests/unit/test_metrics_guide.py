@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tritonpilot.autopilot.record import AutopilotMetrics
 from tritonpilot.entry.canary import Canary
 from tritonpilot.entry.gate import Gate
+from tritonpilot.entry.generations import Generations
+from tritonpilot.entry.guard import Guard
 from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
 from tritonpilot.watch import Report, WatchMetrics
 
@@ -41,6 +43,14 @@ def test_those_of_candidates() -> None:
     registry = CollectorRegistry()
     registry.register(Canary("127.0.0.1:1", "127.0.0.1:1"))
     assert section("Candidates") == exported(generate_latest(registry))
+
+
+def test_the_guards() -> None:
+    registry = CollectorRegistry()
+    registry.register(Guard("127.0.0.1:1", "127.0.0.1:1", Generations("127.0.0.1:1")))
+    assert {name.removesuffix("_total") for name in section("The guard")} == {
+        name.removesuffix("_total") for name in exported(generate_latest(registry))
+    }
 
 
 def test_the_watchs() -> None:

@@ -26,6 +26,7 @@ from tritonpilot.entry.extras import Extras
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.generations import Generations
 from tritonpilot.entry.grpc_front import GrpcFront
+from tritonpilot.entry.guard import Guard
 from tritonpilot.entry.http_front import HttpFront
 from tritonpilot.entry.metrics import EntryMetrics
 from tritonpilot.entry.tenants import KeyFile
@@ -82,10 +83,13 @@ async def _run(settings: Settings, on_ready: Callable[[Endpoints], None], say: C
     metrics.watch(gate, keys)
     canary = Canary(settings.triton_http, settings.triton_grpc, say)
     metrics.registry.register(canary)
-    cache = Cache(Generations(settings.triton_grpc, say=say))
+    generations = Generations(settings.triton_grpc, say=say)
+    cache = Cache(generations)
     metrics.registry.register(cache)
-    # NOTE: the cache first: what it answers is nobody else's.
-    extras = Extras([cache, canary], say)
+    guard = Guard(settings.triton_http, settings.triton_grpc, generations, say)
+    metrics.registry.register(guard)
+    # NOTE: the cache first: what it answers is nobody else's. The canary last: where it takes a request, nobody behind it is asked.
+    extras = Extras([cache, guard, canary], say)
     canary.look = extras.look
     desk = Desk(gate, settings.triton_http, keys, say=say, on_denied=metrics.denied, extras=extras)
     http = HttpFront(desk, settings.triton_http, max_request_bytes=settings.max_request_bytes)

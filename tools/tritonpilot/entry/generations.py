@@ -25,6 +25,7 @@ LOOK_S = 0.25
 ASK_TIMEOUT_S = 1.0
 IDLE_S = 30.0  # a model that nobody asks for so long is not looked at
 MOST_MODELS = 64  # that one model calls, in all
+_STEP_VERSIONS = "pilot_step_versions"  # which versions a driver calls, as name:version
 #: What Triton changes without another model behind it: how many instances, how they batch.
 _SAME_MODEL = ("instance_group", "dynamic_batching")
 
@@ -36,6 +37,13 @@ class Generation(NamedTuple):
     version: int
     """The highest that is ready: Triton takes it for callers that name none."""
     ready: frozenset[str]
+    called: tuple[int, ...] = ()
+    """Versions of the models that it calls, steps first: a pipeline's own stays when its members change."""
+
+    @property
+    def label(self) -> str:
+        """What is served: 3, or of a pipeline 1.3.2."""
+        return ".".join(map(str, (self.version, *self.called)))
 
 
 class _Seen(NamedTuple):
@@ -122,8 +130,8 @@ class Generations:
         before = known.was_seen
         known.was_seen = seen
         if before is None or not _is_the_same(before, seen):
-            version = max((int(each) for each in seen.versions if each.isdecimal()), default=0)
-            known.generation = Generation(next(self._numbers), version, seen.versions)
+            version = _highest(seen.versions)
+            known.generation = Generation(next(self._numbers), version, seen.versions, _called(seen))
             if before is not None:
                 self._say(
                     f"model {model} is another one now (version {version}): answers that were kept are not given again"
@@ -162,6 +170,25 @@ def called_by(config: Any) -> list[str]:
     if "pilot_steps" in config.parameters:
         steps += filter(None, (each.strip() for each in config.parameters["pilot_steps"].string_value.split(",")))
     return steps
+
+
+def _called(seen: _Seen) -> tuple[int, ...]:
+    """Each in the version that is asked of it, else in its highest."""
+    asked = {
+        step.model_name: int(step.model_version)
+        for _, _, config in seen.described
+        for step in config.ensemble_scheduling.step
+        if step.model_version > 0
+    }
+    for _, _, config in seen.described:
+        if _STEP_VERSIONS in config.parameters:
+            pairs = (each.rpartition(":") for each in config.parameters[_STEP_VERSIONS].string_value.split(","))
+            asked |= {name: int(version) for name, _, version in pairs if version.isdecimal()}
+    return tuple(asked.get(name) or _highest(ready) for name, ready, _ in seen.described[1:])
+
+
+def _highest(versions: frozenset[str]) -> int:
+    return max((int(each) for each in versions if each.isdecimal()), default=0)
 
 
 def _is_the_same(before: _Seen, now: _Seen) -> bool:

@@ -2,7 +2,7 @@
 
 state = read(metrics.scrape("127.0.0.1:8102"))
 state.findings                       # [Finding("ctr", "different", "3 of 120 answers differed ...")]
-decide_trip(state, within_s=3600)    # [Trip("ctr", version="4", previous="3", why="...")]
+decide_trip(state, within_s=3600)    # [Trip("ctr", version="4", previous="3", to=3, why="...")]
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Trip:
     model: str
     version: str
     previous: str
+    to: int
+    """The version to go back to, of what changed: the model, or a member of its pipeline."""
     why: str
 
 
@@ -83,15 +85,16 @@ def decide_trip(guarded: Iterable[Guarded], within_s: float) -> list[Trip]:
 
     A version that has been served for longer is not the cause of what is new; one that came by a rollback is not left again.
     """
-    return [
-        Trip(each.model, each.version, each.previous, "; ".join(finding.what for finding in each.findings))
-        for each in guarded
-        if each.findings
-        and each.version.isdecimal()
-        and each.previous.isdecimal()
-        and int(each.version) > int(each.previous)
-        and each.version_age_s <= within_s
-    ]
+    found = []
+    for each in guarded:
+        now, before = _numbers(each.version), _numbers(each.previous)
+        grown = [old for new, old in zip(now, before, strict=False) if new > old]
+        if not each.findings or len(now) != len(before) or not grown or each.version_age_s > within_s:
+            continue
+        if all(new >= old for new, old in zip(now, before, strict=True)):
+            why = "; ".join(finding.what for finding in each.findings)
+            found.append(Trip(each.model, each.version, each.previous, grown[0], why))
+    return found
 
 
 def _guarded(model: str, samples: list[Sample]) -> Guarded:
@@ -148,6 +151,11 @@ def _guarded(model: str, samples: list[Sample]) -> Guarded:
         version_age_s=served.value if served is not None else 0.0,
         findings=tuple(findings),
     )
+
+
+def _numbers(version: str) -> list[int]:
+    """Of a version as 3, or as 1.3.2 of a pipeline and its members."""
+    return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
 _HOW = {"again": "when it was sent again", "batch": "within a batch", "repeat": "when it came again by itself"}
