@@ -24,7 +24,7 @@ from tritonpilot import engine as engines
 from tritonpilot import optimized, samples, spec, sweep, trtexec
 from tritonpilot import repository as repositories
 from tritonpilot import top as tops
-from tritonpilot.commands import autopilot, costs, load, plan, replay, serve, simulate, supervise, tune
+from tritonpilot.commands import autopilot, costs, guard, load, plan, replay, serve, simulate, supervise, tune
 from tritonpilot.commands import swap as swapping
 from tritonpilot.commands import sweep as sweeping
 from tritonpilot.commands.options import (
@@ -420,6 +420,7 @@ app.command("swap", epilog=swapping.SWAP_EPILOG)(swapping.swap)
 app.command("rollback", epilog=swapping.ROLLBACK_EPILOG)(swapping.rollback)
 app.command("supervise", epilog=supervise.EPILOG)(supervise.command)
 app.command("costs", epilog=costs.EPILOG)(costs.command)
+app.command("guard", epilog=guard.EPILOG)(guard.command)
 app.command("load", epilog=load.EPILOG)(load.command)
 app.command("sweep", epilog=sweeping.EPILOG)(sweeping.command)
 app.command("simulate", epilog=simulate.EPILOG)(simulate.command)
