@@ -24,6 +24,7 @@ from perf.proofs import (
     efficiency,
     entry_cost,
     generated,
+    guard_detects,
     image,
     int8,
     loadgen,
@@ -163,6 +164,9 @@ CLAIMS = {
               needs_quiet=True),
         Claim("swap_kill_each_step", swap_kill.swap_kill_each_step, "kills", Bar("<=", 0), "kill -9 of `tritonpilot swap` at each "
               "step after which a call failed, a restart did not serve one whole version, or a re-run did not bring order"),
+        Claim("guard_detects", guard_detects.guard_detects, "requests", Bar("<=", 10_000), "until a model that errs in one of 1000 "
+              "executions is found, at most, of inputs that differ and that repeat; an alert of a drift within 60 s, none in an hour "
+              "of a real day"),
         Claim("cold_start", cold_start.cold_start, "of a later request", Bar("<=", 1.2), "the first request after a start against "
               "the P50 of later ones, slowest example; how long each takes from the command to its first answer, before and now",
               needs_quiet=True),
@@ -175,6 +179,7 @@ CLAIMS = {
 OPEN = {
     "swap_50": "its full run is to come",
     "swap_kill_each_step": "its full run is to come",
+    "guard_detects": "its full run is to come",
     "cold_start": "its full run is to come",
     "tuner_regret": "its full run is to come",
     "tuner_vs_model_analyzer": "its run is to come",

@@ -79,6 +79,7 @@ NAMES = [
     "autopilot_chaos",
     "swap_50",
     "swap_kill_each_step",
+    "guard_detects",
     "cold_start",
     "demo_time",
 ]
