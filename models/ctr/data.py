@@ -148,6 +148,11 @@ def read_catalogue() -> Catalogue:
     return Catalogue(users, items)
 
 
+def titles() -> dict[str, str]:
+    """The films' titles by id. Raises HostError when the file is absent or damaged."""
+    return {key: title for key, title, *_ in _rows("ml-100k.item")}
+
+
 def split_index(timestamps: npt.NDArray[np.int64], share: float = TRAIN_SHARE) -> int:
     """First row of the test split: at `share` of the sorted rows, moved up so that no second is in both splits."""
     cut = int(len(timestamps) * share)

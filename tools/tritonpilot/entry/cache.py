@@ -29,6 +29,8 @@ from tritonpilot.entry.terms import CacheTerms, ModelTerms
 OVERHEAD_BYTES = 600
 #: An answer larger than this part of the cache would put out too many others.
 LARGEST_PART = 1 / 8
+#: Moka evicts when 64 answers have come or 0.3 s are over: by then it holds up to this part more than it may.
+PUT_OFF_PART = 1 / 32
 SETTLE_S = 1.0
 #: What became of a request to a model with a cache.
 OUTCOMES = (
@@ -54,6 +56,7 @@ class Store:
         self.max_bytes = max_bytes
         self.evicted = 0
         """Answers that made room for others; those that were too old do not count."""
+        self._put_off = 0  # bytes that came since it settled
         self._moka: Moka[bytes, Kept] = Moka(
             max_bytes, ttl=ttl_s, policy=policy, weigher=_weight, eviction_listener=self._on_eviction
         )
@@ -64,13 +67,18 @@ class Store:
 
     def set(self, key: bytes, kept: Kept) -> bool:
         """Keep it; False: it is too large. Whether it stays is up to how often it is asked for."""
-        if _weight(key, kept) > self.max_bytes * LARGEST_PART:
+        weight = _weight(key, kept)
+        if weight > self.max_bytes * LARGEST_PART:
             return False
         self._moka.set(key, kept)
+        self._put_off += weight
+        if self._put_off > self.max_bytes * PUT_OFF_PART:
+            self.settle()
         return True
 
     def settle(self) -> None:
         """Do what is put off: evictions, and the figures below."""
+        self._put_off = 0
         self._moka.run_pending_tasks()
 
     def weight(self) -> int:

@@ -116,6 +116,7 @@ def dry_run(
         "widen": f"load the new versions beside the old ones, which {service} goes on to call",
         "promote": shift.describe(),
         "verify": f"compare what {service} answers with its candidate",
+        "settle": "let caches of the entry forget the old answers, where there are some",
         "drain": "let the old versions' requests end, and the old versions",
         "retire": f"unload and remove {', '.join(shift.names.values())}; keep {shift.keep} older versions",
     }

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from tritonpilot import pins
 from tritonpilot.control import BusyError, Control
+from tritonpilot.entry.terms import CACHE_LEASE_S
 from tritonpilot.errors import ModelError, ServerError
 from tritonpilot.probes import Probe, probe_of
 from tritonpilot.repository import (
@@ -45,6 +46,7 @@ BUSY_S = 10.0
 POLL_S = 0.05
 QUIET_S = 2.0  # without a request to the old versions: nobody calls them any more
 DRAIN_S = 120.0
+CACHED = "pilot_cache"
 UNHEALTHY = "is not healthy"  # a stub that has died
 
 
@@ -267,6 +269,22 @@ class Narrow:
         pass  # nothing before it is taken back any more
 
 
+class Settle:
+    """No entry gives an answer of the old version from its cache: it gives one only while it saw shortly before who serves."""
+
+    name = "settle"
+
+    def do(self, work: Work) -> str:
+        # NOTE: of any model: a pipeline that is cached may call this one, whatever service it belongs to.
+        if not any(CACHED in path.read_text(encoding="utf-8") for path in work.root.glob(f"*/{CONFIG_FILE}")):
+            return ""
+        time.sleep(CACHE_LEASE_S)
+        return f"{CACHE_LEASE_S:g} s, in which caches forget"
+
+    def undo(self, work: Work) -> None:
+        pass
+
+
 class Retire:
     """Candidates are gone, and versions that nobody goes back to."""
 
@@ -294,7 +312,7 @@ def steps_of(shift: Shift, checks: Sequence[Check] = ()) -> list[Step]:
     tried: list[Step] = [Publish(), Load(), WarmUp(), *map(Checked, checks)] if shift.kind == "swap" else []
     promoted: list[Step] = [Widen(), Turn()] if shift.is_pipeline else [Promote()]
     verify = Verify(next((check for check in checks if isinstance(check, Golden)), None))
-    last: list[Step] = [Narrow(), Retire()] if shift.is_pipeline else [Retire()]
+    last: list[Step] = [Settle(), Narrow(), Retire()] if shift.is_pipeline else [Settle(), Retire()]
     return [*tried, *promoted, verify, *last]
 
 
