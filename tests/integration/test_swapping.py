@@ -215,6 +215,7 @@ def test_a_dry_run_names_the_steps_and_touches_nothing(site: Site) -> None:
         "widen",
         "promote",
         "verify",
+        "settle",
         "drain",
         "retire",
     ]
