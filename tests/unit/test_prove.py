@@ -80,6 +80,7 @@ NAMES = [
     "swap_50",
     "swap_kill_each_step",
     "guard_detects",
+    "cache_lfu",
     "cold_start",
     "demo_time",
 ]
