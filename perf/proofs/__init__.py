@@ -42,6 +42,7 @@ from perf.proofs import (
     stranger,
     swap_50,
     swap_kill,
+    swap_refuses_bad,
     text,
     transports,
     tuning,
@@ -163,6 +164,9 @@ CLAIMS = {
         Claim("swap_50", swap_50.swap_50, "of steady P99", Bar("<=", 1.5), "P99 of calls during 50 swaps in a row, against "
               "that of the times between, over HTTP and gRPC; none fails, each answer is of one version, memory comes back",
               needs_quiet=True),
+        Claim("swap_refuses_bad", swap_refuses_bad.swap_refuses_bad, "attempts", Bar("<=", 0), "attempts to swap in a bad model "
+              "(wrong shape, NaN, swapped classes, 3 times the work, corrupt, crash in warm-up, wrong checksum) that were let "
+              "through, hurt a caller or left something behind"),
         Claim("swap_kill_each_step", swap_kill.swap_kill_each_step, "kills", Bar("<=", 0), "kill -9 of `tritonpilot swap` at each "
               "step after which a call failed, a restart did not serve one whole version, or a re-run did not bring order"),
         Claim("guard_detects", guard_detects.guard_detects, "requests", Bar("<=", 10_000), "until a model that errs in one of 1000 "
@@ -182,11 +186,11 @@ CLAIMS = {
 #: Claims that are not proved yet, and why; the README says so too. An entry goes when its result reaches the bar.
 OPEN = {
     "swap_50": "its full run is to come",
+    "swap_refuses_bad": "its full run is to come",
     "swap_kill_each_step": "its full run is to come",
     "guard_detects": "its full run is to come",
     "cache_lfu": "its full run is to come",
     "cold_start": "its full run is to come",
     "tuner_regret": "its full run is to come",
     "tuner_vs_model_analyzer": "its run is to come",
-    "autopilot_day": "its full run is to come",
 }

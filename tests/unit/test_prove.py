@@ -78,6 +78,7 @@ NAMES = [
     "helm_valid",
     "autopilot_chaos",
     "swap_50",
+    "swap_refuses_bad",
     "swap_kill_each_step",
     "guard_detects",
     "cache_lfu",

@@ -110,11 +110,16 @@ def _slower(rounds: Sequence[tuple[Times, Times]]) -> tuple[float, int] | None:
         for size in old.keys() & new.keys():
             means[size].append((old[size][1] / old[size][0], new[size][1] / new[size][0]))
     ratios = {
-        size: statistics.median(new for _, new in pairs) / statistics.median(old for old, _ in pairs)
+        size: _undisturbed([new for _, new in pairs]) / _undisturbed([old for old, _ in pairs])
         for size, pairs in means.items()
         if len(pairs) >= LEAST_ROUNDS
     }
     return max(((ratio, size) for size, ratio in ratios.items()), default=None)
+
+
+def _undisturbed(ns: Sequence[float]) -> float:
+    """The lower quartile: what else the machine does only adds."""
+    return statistics.quantiles(ns, n=4, method="inclusive")[0]
 
 
 def _times(control: Control, model: str) -> Times:
