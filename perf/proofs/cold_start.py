@@ -20,7 +20,7 @@ from pathlib import Path
 
 from perf import subjects
 from perf.closed_loop import encoded
-from perf.frame import Bench, Outcome, median, spread
+from perf.frame import PROJECT, Bench, Outcome, median, spread
 from tritonpilot import optimized
 from tritonpilot.errors import MeasurementError
 
@@ -100,7 +100,7 @@ def _start(name: str, root: Path, later: int, *, before: bool) -> Start:
     with tempfile.TemporaryDirectory(prefix="tritonpilot-proof-") as folder:
         log = Path(folder, "log")
         ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-        argv = ["--repository", str(root), "--models", str(subjects.PROJECT / "models"), "--log-file", str(log), *ports]
+        argv = ["--repository", str(root), "--models", str(PROJECT / "models"), "--log-file", str(log), *ports]
         wall, began = time.time(), time.perf_counter()
         with subjects.command("serve", [*argv, *options], program=program) as (endpoints, _):
             ready_s = time.perf_counter() - began

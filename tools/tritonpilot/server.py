@@ -137,7 +137,8 @@ class EmbeddedServer:
         self._cache_size_bytes = cache_size_bytes
         self._http_threads = http_threads
         self._trace_url = trace_url
-        self._probe_inputs = probe_inputs or {}
+        self._make_probe_inputs = probe_inputs if callable(probe_inputs) else None
+        self._probe_inputs: Mapping[str, Inputs] = {} if callable(probe_inputs) else probe_inputs or {}
         self._warms_http = warms_http
         self.progress = on_progress or _ignore
         self._startup_timeout_s = startup_timeout_s
@@ -311,7 +312,7 @@ class EmbeddedServer:
     def load(self, name: str) -> list[ModelState]:
         """Load a model, or load it again after its files changed; see Control.load."""
         with self.control() as control:
-            states = control.load(name, probe_inputs=self._probe_input(name), timeout_s=self._startup_timeout_s)
+            states = control.load(name, probe_inputs=self._probe_inputs.get(name), timeout_s=self._startup_timeout_s)
             if self._trace_url:
                 control.set_trace_rate(name)
             return states
@@ -453,18 +454,14 @@ class EmbeddedServer:
             raise died
         self._pid = int(number)
 
-    def _probe_input(self, name: str) -> Inputs | None:
-        if callable(self._probe_inputs):
-            self._probe_inputs = self._probe_inputs()
-        return self._probe_inputs.get(name)
-
     def _wait_ready(self) -> None:
         began = time.monotonic()
         deadline = began + self._startup_timeout_s
+        # NOTE: both take time, in which Triton loads its models.
         from tritonpilot.control import NotLoadedError
 
-        for name in self.models[:1]:
-            self._probe_input(name)  # what takes time for that: done by now
+        if self._make_probe_inputs is not None:
+            self._probe_inputs = self._make_probe_inputs()
         self._wait_live(deadline)
         with self.control() as control:
             failed = []
@@ -474,7 +471,7 @@ class EmbeddedServer:
                     for state in control.wait_ready(name, deadline):
                         left = max(1.0, deadline - time.monotonic())
                         asked = time.monotonic()
-                        control.probe(name, self._probe_input(name), version=state.version, timeout_s=left)
+                        control.probe(name, self._probe_inputs.get(name), version=state.version, timeout_s=left)
                         took_s[name] = time.monotonic() - asked
                 except ServerError as error:
                     self._raise_if_ended()
@@ -497,7 +494,7 @@ class EmbeddedServer:
 
         threads = self._http_threads or TRITONS_HTTP_THREADS
         for name, seconds in took_s.items():
-            if (inputs := self._probe_input(name)) is not None:
+            if (inputs := self._probe_inputs.get(name)) is not None:
                 calls = max(FEWEST_FIRST_CALLS, min(2 * threads, int(FIRST_CALLS_S / seconds)))
                 first_calls.call(self.endpoints.http, name, inputs, connections=threads, calls=calls)
 
