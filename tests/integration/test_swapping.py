@@ -37,11 +37,18 @@ from pilotlib.triton_model import triton_model
 from pilotlib.verbs import Backend
 
 
+@dataclass(frozen=True)
+class Parameters:
+    first: str = parameter("", "the model that is called first")
+    second: str = parameter("", "the model that is called then")
+
+
 class Driver(Backend):
+    parameters = Parameters
+
     def set_up(self, context):
         self._infer = context.infer
-        parameters = context.config["parameters"]
-        self._first, self._second = (parameters[step]["string_value"] for step in ("first", "second"))
+        self._first, self._second = context.parameters.first, context.parameters.second
 
     def decode(self, inputs):
         return inputs["x"]
