@@ -34,7 +34,7 @@ from tritonpilot.server import EmbeddedServer
 GUIDE = PROJECT / "docs" / "operations.md"
 PATIENCE_S = 60.0
 SMALL_SHM = "48m"  # of /dev/shm, in a namespace of our own
-# Sleeps as many seconds as its largest value says. -1 is an error of its request, -2 one of the model, -3 is answered differently each
+# Sleeps as many seconds as its largest value says. -1 is an error of its request, -2 one of the model, -3 has another answer each
 # time, 1000 and more takes as many MB (less 1000) for good.
 MODEL = """
 import json

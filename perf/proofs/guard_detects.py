@@ -31,7 +31,11 @@ from tritonpilot.server import EmbeddedServer
 from tritonpilot.spec import Service, load_services
 
 UNIQUE, REPEATED, DRIFTING, REAL = "unique", "repeated", "drifting", "ctr"
-GUARDS = {UNIQUE: "{share: 0.5, distribution: false}", REPEATED: "{share: 0, distribution: false}", DRIFTING: "{share: 0}"}
+GUARDS = {
+    UNIQUE: "{share: 0.5, distribution: false}",
+    REPEATED: "{share: 0, distribution: false}",
+    DRIFTING: "{share: 0, rows_per_s: 500}",
+}
 REAL_GUARD = Guard(share=0.5, rows_per_s=500)
 SERVICE = """\
 service: {name}
@@ -52,8 +56,8 @@ ZIPF = 1.1
 SCRAPE_S = 5.0  # as deployed
 PATIENCE_S = 120.0
 DRIFT_WITHIN_S = 60.0
-HOUR_SHARE = (20.0 / 24, 21.0 / 24)  # of the recorded day: its busiest hour
-SPEED, QUICK_SPEED = 20.0, 200.0
+SPEED, QUICK_SPEED = 60.0, 200.0
+HOUR_S, QUICK_HOUR_S = 3600.0, 1800.0
 ROUNDS, QUICK_ROUNDS = 5, 1
 _OF_REAL = f',model="{REAL}"'
 ALERTS = 'ALERTS{alertname=~"Guard.*",alertstate="firing"%s}'
@@ -149,7 +153,9 @@ def _until_found(bench: Bench, rig: Rig, model: str, body: Callable[[], Body]) -
                 f"After {sent} requests to {model} nothing was found: {rig.compared(model)}. Nothing is reported."
             )
         count = round(RATE_PER_S)
-        rig.send(model, [body() for _ in range(count)], np.sort(rig.random.uniform(0, count / RATE_PER_S, count)).tolist())
+        rig.send(
+            model, [body() for _ in range(count)], np.sort(rig.random.uniform(0, count / RATE_PER_S, count)).tolist()
+        )
         sent += count
     rig.fails(model, "")
     bench.say(f"{model}: found after {sent} requests, {rig.compared(model)}")
@@ -159,7 +165,7 @@ def _until_found(bench: Bench, rig: Rig, model: str, body: Callable[[], Body]) -
 def _settle(rig: Rig, model: str, body: Callable[[], Body]) -> None:
     """Good answers until what was in doubt is known, and some more."""
     for _ in range(3):
-        rig.send(model, [body() for _ in range(100)], np.linspace(0, 1, 100).tolist())
+        rig.send(model, [body() for _ in range(100)], np.linspace(0, 0.9, 100).tolist())
 
 
 def _drift(bench: Bench, rig: Rig) -> float:
@@ -167,10 +173,12 @@ def _drift(bench: Bench, rig: Rig) -> float:
 
     def second() -> None:
         count = round(DRIFT_RATE_PER_S)
-        rig.send(DRIFTING, [rig.body(DRIFTING) for _ in range(count)], np.linspace(0, 1, count, endpoint=False).tolist())
+        rig.send(
+            DRIFTING, [rig.body(DRIFTING) for _ in range(count)], np.linspace(0, 1, count, endpoint=False).tolist()
+        )
 
     # The reference of a thousand rows is learned quickly; the window then is filled at the rate of callers.
-    rig.send(DRIFTING, [rig.body(DRIFTING) for _ in range(1100)], np.linspace(0, 25, 1100).tolist())
+    rig.send(DRIFTING, [rig.body(DRIFTING) for _ in range(1300)], np.linspace(0, 6, 1300).tolist())
     for _ in range(3 if bench.quick else 20):
         second()
     if wrong := rig.prometheus.at(ALERTS % f',model="{DRIFTING}"'):
@@ -188,9 +196,10 @@ def _drift(bench: Bench, rig: Rig) -> float:
 
 def _hour(bench: Bench, rig: Rig) -> dict[str, object]:
     """The busiest hour of the real day on `ctr`, with real rows."""
-    at_s = read_recording(day.part(day.recording(), rig.folder, *HOUR_SHARE)).at_s
-    speed = QUICK_SPEED if bench.quick else SPEED
-    at_s = (at_s - at_s[0]) / speed
+    at_s = read_recording(day.recording()).at_s
+    speed, length_s = (QUICK_SPEED, QUICK_HOUR_S) if bench.quick else (SPEED, HOUR_S)
+    start_s = float(np.bincount((at_s // HOUR_S).astype(np.intp)).argmax()) * HOUR_S
+    at_s = (at_s[(at_s >= start_s) & (at_s < start_s + length_s)] - start_s) / speed
     rows = subjects.sample_rows(subjects.services([REAL])[REAL])
     count = len(next(iter(rows.values())))
     bodies = [
@@ -206,15 +215,13 @@ def _hour(bench: Bench, rig: Rig) -> dict[str, object]:
         for each in read(metrics.scrape(rig.entry.metrics)):
             if each.model == REAL:
                 alarms |= {finding.what for finding in each.findings}
-    alarms |= {
-        series.labels["alertname"]
-        for series in rig.prometheus.at(f"last_over_time({ALERTS % _OF_REAL}[1h])")
-    }
+    alarms |= {series.labels["alertname"] for series in rig.prometheus.at(f"last_over_time({ALERTS % _OF_REAL}[1h])")}
     state = next(each for each in read(metrics.scrape(rig.entry.metrics)) if each.model == REAL)
     if state.is_learning or not state.compared:
         raise MeasurementError(f"The guard had no reference, or compared nothing: {state}. Nothing is reported.")
     return {
         "requests": len(at_s),
+        "of_seconds": length_s,
         "replayed_times_faster": speed,
         "alarms": len(alarms),
         "which": sorted(alarms),

@@ -248,6 +248,17 @@ def test_a_new_version_is_no_fault_but_is_held_against_the_old_one(rig: Rig) -> 
     assert [finding.kind for finding in found.findings] == ["drift"]
     assert 0 < found.version_age_s < PATIENCE_S + 5
 
+    go_back = ["--entry", rig.endpoints["metrics"], "--triton-grpc", rig.server.endpoints.grpc, "--trip"]
+    go_back += ["--repository", str(rig.server.repository)]
+    said = command(*go_back, "--dry-run").stderr
+    assert "versions: version 2 goes, version 1 comes back: versions: OUTPUT (value) is distributed" in said
+    assert rig.ask("versions").get_response()["model_version"] == "2"
+    said = command(*go_back).stderr
+    assert rig.ask("versions").get_response()["model_version"] == "1", said
+    rig.until(lambda: rig.guarded("versions").version == "1", lambda: rig.ask("versions"))
+    rig.until(lambda: not rig.guarded("versions").findings, lambda: [rig.ask("versions"), rig.ask("versions", 0.5)])
+    assert "comes back" not in command(*go_back).stderr, "what came by a rollback is not left again"
+
 
 def test_another_member_of_an_ensemble_is_no_fault(rig: Rig) -> None:
     folder = rig.server.repository / "inner"
@@ -293,7 +304,7 @@ def test_the_command_shows_what_was_found(rig: Rig) -> None:
         (["--trip", "--repository", "/nonexistent"], 5, "There is no model repository at /nonexistent"),
         (["--output", "x.json"], 2, "--learn"),
         (["--learn", "ctr"], 2, "--output"),
-        (["--every", "nan"], 2, "no finite number"),
+        (["--every", "inf"], 2, "no finite number"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], code: int, message: str) -> None:

@@ -158,7 +158,7 @@ def _learn(name: str, output: Path | None, grpc: str, models: Path, *, as_json: 
     aside = output.with_name(f"{output.name}.new")
     try:
         aside.write_text(text + "\n", encoding="utf-8")
-        os.replace(aside, output)
+        aside.replace(output)
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise RepositoryError(f"{output} cannot be written: {error}. What was there before is unchanged.") from None
