@@ -360,14 +360,14 @@ def _figures(entry: Endpoints, model: str) -> dict[str, float]:
     with urllib.request.urlopen(f"http://{entry.metrics}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     found = dict.fromkeys(("hit", "joined", "miss", "unsure", "uncacheable", "saved_s", "evicted"), 0.0)
-    for name, labels, value in re.findall(r"^(cache_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
+    for name, labels, value in re.findall(r"^(pilot_cache_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
         if f'model="{model}"' not in labels:
             continue
         outcome = re.search(r'outcome="(\w+)"', labels)
-        if name == "cache_requests_total" and outcome:
+        if name == "pilot_cache_requests_total" and outcome:
             found[outcome[1]] += float(value)
-        elif name == "cache_saved_seconds_total":
+        elif name == "pilot_cache_saved_seconds_total":
             found["saved_s"] += float(value)
-        elif name == "cache_evictions_total":
+        elif name == "pilot_cache_evictions_total":
             found["evicted"] += float(value)
     return found

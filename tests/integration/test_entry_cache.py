@@ -128,7 +128,7 @@ def front(triton: EmbeddedServer) -> Iterator[dict[str, str]]:
         yield endpoints
 
 
-def figures(front: dict[str, str], model: str, name: str = "cache_requests_total") -> dict[str, float]:
+def figures(front: dict[str, str], model: str, name: str = "pilot_cache_requests_total") -> dict[str, float]:
     """A metric of a model, by outcome where it has some."""
     with urllib.request.urlopen(f"http://{front['metrics']}/metrics", timeout=10) as answer:
         lines = [
@@ -236,7 +236,7 @@ def test_what_is_asked_at_once_is_computed_once(front: dict[str, str], ask: Call
     after = figures(front, "fresh0")
     assert after["miss"] - before["miss"] == 1
     assert after["joined"] + after["hit"] - before["joined"] - before["hit"] == 7
-    assert figures(front, "fresh0", "cache_saved_seconds_total")["fresh0"] > 1
+    assert figures(front, "fresh0", "pilot_cache_saved_seconds_total")["fresh0"] > 1
 
 
 @pytest.mark.parametrize("ask", WAYS[:2], ids=["http", "grpc"])
@@ -393,7 +393,7 @@ def test_no_answer_of_the_old_model_comes_later_than_the_lease(
     assert max(stale) < changed_s + CACHE_LEASE_S
     for ask in WAYS:
         assert numbers(until_cached(ask, front, asked, [1.0, 0.0]))[2] == 1
-    assert figures(front, asked, "cache_renewals_total")[asked] >= 1
+    assert figures(front, asked, "pilot_cache_renewals_total")[asked] >= 1
 
 
 def test_the_cache_stays_within_its_bytes(front: dict[str, str]) -> None:
@@ -404,8 +404,8 @@ def test_the_cache_stays_within_its_bytes(front: dict[str, str]) -> None:
             tensor.set_data_from_numpy(np.array([[number + 10, 0]], np.float32))
             client.infer("plain", [tensor])
     until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until and not 0 < figures(front, "plain", "cache_bytes")["plain"] <= 2**18:
+    while time.monotonic() < until and not 0 < figures(front, "plain", "pilot_cache_bytes")["plain"] <= 2**18:
         time.sleep(0.1)
-    assert 0.5 * 2**18 < figures(front, "plain", "cache_bytes")["plain"] <= 2**18
-    assert figures(front, "plain", "cache_evictions_total")["plain"] > 200
+    assert 0.5 * 2**18 < figures(front, "plain", "pilot_cache_bytes")["plain"] <= 2**18
+    assert figures(front, "plain", "pilot_cache_evictions_total")["plain"] > 200
     assert numbers(over_grpc(front, "plain", [1.0, 0.0]))[1] == 1

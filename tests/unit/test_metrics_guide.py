@@ -9,6 +9,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tritonpilot.autopilot.record import AutopilotMetrics
+from tritonpilot.entry.cache import Cache
 from tritonpilot.entry.canary import Canary
 from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.generations import Generations
@@ -43,6 +44,14 @@ def test_those_of_candidates() -> None:
     registry = CollectorRegistry()
     registry.register(Canary("127.0.0.1:1", "127.0.0.1:1"))
     assert section("Candidates") == exported(generate_latest(registry))
+
+
+def test_the_caches() -> None:
+    registry = CollectorRegistry()
+    registry.register(Cache(Generations("127.0.0.1:1")))
+    assert {name.removesuffix("_total") for name in section("The cache")} == {
+        name.removesuffix("_total") for name in exported(generate_latest(registry))
+    }
 
 
 def test_the_guards() -> None:

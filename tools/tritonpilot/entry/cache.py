@@ -207,20 +207,20 @@ class Cache(Extra):
     def collect(self) -> Iterator[Any]:
         """For Prometheus."""
         requests = CounterMetricFamily(
-            "cache_requests",
+            "pilot_cache_requests",
             "Requests to models with a cache, by what became of them",
             labels=("tenant", "model", "class", "outcome"),
         )
         saved = CounterMetricFamily(
-            "cache_saved_seconds", "What the computation of given answers had taken", labels=("model",)
+            "pilot_cache_saved_seconds", "What the computation of given answers had taken", labels=("model",)
         )
-        evicted = CounterMetricFamily("cache_evictions", "Answers that made room for others", labels=("model",))
+        evicted = CounterMetricFamily("pilot_cache_evictions", "Answers that made room for others", labels=("model",))
         renewed = CounterMetricFamily(
-            "cache_renewals", "Changes of the model, after which kept answers are not given", labels=("model",)
+            "pilot_cache_renewals", "Changes of the model, after which kept answers are not given", labels=("model",)
         )
-        held = GaugeMetricFamily("cache_bytes", "That kept answers take", labels=("model",))
-        most = GaugeMetricFamily("cache_max_bytes", "That they may take", labels=("model",))
-        answers = GaugeMetricFamily("cache_answers", "Answers that are kept", labels=("model",))
+        held = GaugeMetricFamily("pilot_cache_bytes", "That kept answers take", labels=("model",))
+        most = GaugeMetricFamily("pilot_cache_max_bytes", "That they may take", labels=("model",))
+        answers = GaugeMetricFamily("pilot_cache_answers", "Answers that are kept", labels=("model",))
         for name, model in tuple(self._models.items()):
             for (tenant, class_name), counts in tuple(model.counts.items()):
                 for outcome, count in counts.items():
