@@ -28,6 +28,7 @@ from perf import callers, emulated
 from perf.balancer import Balancer, balancing
 from perf.callers import Body
 from perf.frame import Bench, NoisyRoundError, Outcome
+from perf.subjects import Entry
 from tritonpilot.client import AsyncClient
 from tritonpilot.errors import MeasurementError
 from tritonpilot.ports import choose_ports
@@ -160,6 +161,7 @@ def kill(server: EmbeddedServer, load: Load, steady_s: float, after_s: float) ->
     """Kill -9 of that server under load, and a new start of it, which nobody may notice either."""
     name = f"http_servers/{server.endpoints.http}"
     balancer = load.balancer
+    assert isinstance(balancer, Balancer)
     with load:
         load.wait_for_answers()
         began_s = time.perf_counter()
@@ -214,8 +216,10 @@ def back_s(calls: Sequence[Call], killed_s: float, limit_ms: float) -> float:
 class Load:
     """Calls of all groups at random times, from a thread on a core of its own, until the block ends; then `calls` has all."""
 
-    balancer: Balancer
+    balancer: Balancer | Entry
     core: int
+    per_s: Mapping[str, float] = field(default_factory=lambda: PER_S)
+    deadline_s: float = DEADLINE_S
     calls: list[Call] = field(default_factory=list)
     under_way: int = 0
 
@@ -231,13 +235,13 @@ class Load:
 
     def wait_for_answers(self) -> None:
         """Return when every group has had an answer. Raises MeasurementError when one has none."""
-        wanted = {*RETRYABLE, LOST}
+        wanted = set(self.per_s)
         _wait(lambda: {call.group for call in list(self.calls) if not call.error} == wanted, "answers for all callers")
 
     async def _offer(self) -> None:
         os.sched_setaffinity(0, {self.core})  # of this thread
         async with AsyncExitStack() as stack:
-            asks = await _asks(stack, self.balancer)
+            asks = await _asks(stack, self.balancer, self.deadline_s)
             tasks = [self._group(group, ask, seed) for seed, (group, ask) in enumerate(asks.items())]
             await asyncio.gather(*tasks)
 
@@ -246,7 +250,7 @@ class Load:
         due_s = time.perf_counter()
         pending: set[asyncio.Task[None]] = set()
         while not self._ends.is_set():
-            due_s += float(random.exponential(1 / PER_S[group]))
+            due_s += float(random.exponential(1 / self.per_s[group]))
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             task = asyncio.create_task(self._call(group, due_s, ask))
             pending.add(task)
@@ -257,14 +261,14 @@ class Load:
         error = ""
         self.under_way += 1
         try:
-            await asyncio.wait_for(ask(), DEADLINE_S)
+            await asyncio.wait_for(ask(), self.deadline_s)
         except Exception as failed:  # noqa: BLE001 -- whatever it is: the call has failed
             error = f"{group}: {type(failed).__name__}: {failed}"[:300]
         self.under_way -= 1
         self.calls.append(Call(group, due_s, (time.perf_counter() - due_s) * 1e3, error))
 
 
-async def _asks(stack: AsyncExitStack, balancer: Balancer) -> dict[str, Ask]:
+async def _asks(stack: AsyncExitStack, balancer: Balancer | Entry, deadline_s: float) -> dict[str, Ask]:
     """How each group asks; an `Ask` raises when there is no answer."""
     row = emulated.rows(1)
     body = callers.body(MODEL, row)
@@ -275,7 +279,7 @@ async def _asks(stack: AsyncExitStack, balancer: Balancer) -> dict[str, Ask]:
     grpc = await stack.enter_async_context(
         tritonclient.grpc.aio.InferenceServerClient(balancer.grpc, channel_args=options)
     )
-    joins_nothing = {"coalesce": False, "deadline_ms": DEADLINE_S * 1e3}
+    joins_nothing = {"coalesce": False, "deadline_ms": deadline_s * 1e3}
     over_http = await stack.enter_async_context(AsyncClient(f"http://{balancer.http}", **joins_nothing))  # type: ignore[arg-type]
     over_grpc = await stack.enter_async_context(AsyncClient(f"grpc://{balancer.grpc}", **joins_nothing))  # type: ignore[arg-type]
 

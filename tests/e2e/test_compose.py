@@ -18,7 +18,12 @@ from tritonpilot.autopilot import policy as policies
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SERVICES = {"triton", "entry", "watch", "prometheus", "alertmanager", "grafana"}
-PROFILES = {"load": {"locust"}, "balancer": {"triton-b", "haproxy"}, "autopilot": {"autopilot"}}
+PROFILES = {
+    "load": {"locust"},
+    "balancer": {"triton-b", "haproxy"},
+    "autopilot": {"autopilot"},
+    "supervise": {"supervise"},
+}
 KEY = "a-key-of-the-tests-0123456789"
 
 
@@ -68,6 +73,7 @@ def test_every_published_port_is_on_loopback(services: dict[str, dict[str, Any]]
         "grafana": ["3000"],
         "haproxy": ["8200", "8201", "8202"],
         "autopilot": ["8104"],
+        "supervise": ["8105"],
     }
     assert all(port.startswith("127.0.0.1:") for each in ports.values() for port in each)
     assert all(default(port).split(":")[1] == port.rpartition(":")[2] for each in ports.values() for port in each)
@@ -146,6 +152,7 @@ def test_secrets_come_from_files_that_the_script_makes_and_git_ignores(
         "triton-b": ["triton_control_key"],
         "watch": ["triton_control_key"],
         "autopilot": ["triton_control_key"],
+        "supervise": ["triton_control_key"],
         "alertmanager": ["alert_webhook_url"],
         "grafana": ["grafana_admin_password"],
         "haproxy": [name for name in compose["secrets"] if name not in ours],
@@ -227,6 +234,7 @@ def test_the_start_is_ordered(services: dict[str, dict[str, Any]]) -> None:
         "entry": {"triton": "healthy"},
         "watch": {"triton": "started"},
         "autopilot": {"triton": "started"},
+        "supervise": {"triton": "started"},
         "prometheus": {"triton": "healthy", "alertmanager": "started"},
         "grafana": {"prometheus": "healthy"},
         "haproxy": {"triton": "healthy", "triton-b": "healthy"},
@@ -266,9 +274,10 @@ def test_the_build_context_holds_only_what_the_dockerfiles_copy(services: dict[s
         (["--profile", "load"], SERVICES | PROFILES["load"]),
         (["--profile", "balancer"], SERVICES | PROFILES["balancer"]),
         (["--profile", "autopilot"], SERVICES | PROFILES["autopilot"]),
+        (["--profile", "supervise"], SERVICES | PROFILES["supervise"]),
         (["-f", "docker-compose.engines.yml"], {"engine"}),
     ],
-    ids=["cpu", "gpu", "load", "balancer", "autopilot", "engines"],
+    ids=["cpu", "gpu", "load", "balancer", "autopilot", "supervise", "engines"],
 )
 def test_compose_v2_accepts_the_files(arguments: list[str], expected: set[str]) -> None:
     command = composing.find()

@@ -133,14 +133,16 @@ def test_prometheus_scrapes_and_tells_services_of_the_compose_file() -> None:
         "watch": [{"targets": ["watch:8103"]}],
         "balancer": None,
         "autopilot": None,
+        "supervise": None,
     }
     assert looked_up == {
         "triton": [(["triton-b"], 8002)],
         "balancer": [(["haproxy"], 8202)],
         "autopilot": [(["autopilot"], 8104)],
+        "supervise": [(["supervise"], 8105)],
     }
     assert config["alerting"] == {"alertmanagers": [{"static_configs": [{"targets": ["alertmanager:9093"]}]}]}
-    assert {"triton", "entry", "watch", "triton-b", "haproxy", "alertmanager", "autopilot"} <= services
+    assert {"triton", "entry", "watch", "triton-b", "haproxy", "alertmanager", "autopilot", "supervise"} <= services
 
 
 def _headings(file: str) -> list[str]:

@@ -383,6 +383,15 @@ def test_the_autopilot_has_the_options_of_compose(rendered: dict[str, list[Docum
     ]
 
 
+def test_the_supervisor_has_the_options_of_compose(rendered: dict[str, list[Document]], compose: dict[str, Any]) -> None:
+    made = containers(rendered["keda"])["supervise"]
+
+    assert made["command"][:2] == compose["supervise"]["command"].split()[:2]
+    options = set(re.findall(r"--[a-z-]+", compose["supervise"]["command"]))
+    assert {option.partition("=")[0] for option in made["command"][2:]} == options
+    assert "supervise" not in containers(rendered["cpu"])
+
+
 # -- bad values ---------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from tritonpilot.entry.gate import Gate
 from tritonpilot.entry.generations import Generations
 from tritonpilot.entry.guard import Guard
 from tritonpilot.entry.metrics import LATENCY_BUCKETS_S, EntryMetrics
+from tritonpilot.supervise.metrics import SupervisorMetrics
 from tritonpilot.watch import Report, WatchMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,15 @@ def test_the_autopilots() -> None:
     metrics = AutopilotMetrics(decided_s=0.0)
     assert {name.removesuffix("_total") for name in section("The autopilot")} == {
         name.removesuffix("_total") for name in exported(generate_latest(metrics.registry))
+    }
+
+
+def test_the_supervisors() -> None:
+    metrics = SupervisorMetrics(restart_seconds=1.0)
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    assert {name.removesuffix("_total") for name in section("The supervisor")} == {
+        name.removesuffix("_total") for name in exported(generate_latest(registry))
     }
 
 

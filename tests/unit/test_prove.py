@@ -83,6 +83,7 @@ NAMES = [
     "guard_detects",
     "cache_lfu",
     "cold_start",
+    "heal_stub",
     "demo_time",
 ]
 

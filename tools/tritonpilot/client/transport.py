@@ -43,6 +43,7 @@ CLASS_HEADER = "tritonpilot-class"
 DEADLINE_HEADER = "tritonpilot-deadline-ms"
 DEADLINE_PARAMETER = "pilot_deadline_ns"  # what our backends read
 LATE = "deadline exceeded before execution"  # what they answer after it
+STUB_DIED = "is not healthy"  # of the Python backend: until the model is given a new one
 # What Python and tritonclient raise where an answer is none of Triton's: no JSON, other keys, other types, other lengths.
 _NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error)
 _FIELD = re.compile(r"""(?:^|[,:] )"([^"]+)": |\binput '([^']+)'""")
@@ -397,6 +398,8 @@ def _error(url: str, said: str, status: str, headers: Mapping[str, Any]) -> Call
         )
     if status in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "401", "403", "405"):
         return DeniedError(f"{url} does not let this caller do that: {said}. Give a key that may (`key=`).")
+    if STUB_DIED in said:
+        return DisconnectedError(f"The model's process at {url} has died: {said}. Ask again; look at the server's log.")
     if status == "CANCELLED":
         return DisconnectedError(f"The connection to {url} was closed: {said}.")
     return ModelFaultError(f"{url} failed to answer ({status}): {said}. Look at the server's log.")

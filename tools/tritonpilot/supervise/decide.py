@@ -25,7 +25,7 @@ class Policy:
 
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
-    rapid_s: float = 10.0
+    rapid_s: float = 5.0
     """Who needs help again so soon after it waits."""
     reloads: int = 3
     """That fail, one after the other, until the server is restarted."""
@@ -136,7 +136,7 @@ def failed(policy: Policy, state: State, model: str, at_s: float) -> State:
 def restarted(policy: Policy, state: State, at_s: float, *, is_up: bool) -> State:
     """The server was restarted, or could not be. Every model has a new beginning."""
     recent = tuple(each for each in state.restarts if at_s - each < policy.window_s)
-    wait_s = _wait_s(policy, sum(at_s - each < policy.rapid_s * 6 for each in recent) + (not is_up))
+    wait_s = _wait_s(policy, sum(at_s - each < policy.first_wait_s * 60 for each in recent) + (not is_up))
     models = {name: replace(tries, failed=0) for name, tries in state.models.items()} if is_up else state.models
     return replace(state, models=models, restarts=(*recent, at_s), restart_next_s=at_s + wait_s)
 

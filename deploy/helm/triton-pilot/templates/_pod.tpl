@@ -83,6 +83,32 @@
 {{- end }}
 {{- end -}}
 
+{{- define "pilot.supervise" -}}
+- name: supervise # what it cannot heal the liveness probe ends
+  {{- include "pilot.image" .Values.images.pilot | nindent 2 }}
+  command:
+    - tritonpilot
+    - supervise
+    - --attach=127.0.0.1:8001
+    - --host=0.0.0.0
+    - --repository=/models
+    - --control-key-file=/run/secrets/tritonpilot/triton_control_key
+  ports:
+    - {name: heal-metrics, containerPort: 8105}
+  livenessProbe:
+    httpGet: {path: /metrics, port: heal-metrics}
+    initialDelaySeconds: 30
+    periodSeconds: 10
+    timeoutSeconds: 10
+    failureThreshold: 3
+  resources: {{- toYaml .Values.supervise.resources | nindent 4 }}
+  securityContext: {{- include "pilot.securityContext" . | nindent 4 }}
+  volumeMounts:
+    {{- include "pilot.modelsMount" . | nindent 4 }}
+    - {name: control-key, mountPath: /run/secrets/tritonpilot, readOnly: true}
+    - {name: pilot-tmp, mountPath: /tmp}
+{{- end -}}
+
 {{- define "pilot.autopilot" -}}
 - name: autopilot
   {{- include "pilot.image" .Values.images.pilot | nindent 2 }}
