@@ -50,7 +50,7 @@ SAID_ELSEWHERE = (
     "ensemble_scheduling",
 )
 
-#: Parameters of config.pbtxt that the build writes.
+#: Parameters of config.pbtxt that the build writes, and those that a swap gives to a candidate.
 BUILD_PARAMETERS = (
     "pilot_wake_priority",
     "pilot_classes",
@@ -66,6 +66,9 @@ BUILD_PARAMETERS = (
     "pilot_cache",
     "pilot_guard",
     "pilot_guard_reference",
+    "pilot_canary_of",
+    "pilot_canary_share",
+    "pilot_shadow_share",
 )
 #: A class that says no queue timeout waits at most this part of its SLO.
 TIMEOUT_OF_SLO = 0.8
