@@ -49,7 +49,7 @@ batching: {{max_batch_size: 8}}
 guard: {guard}
 """
 RATE_PER_S = 250.0
-DRIFT_RATE_PER_S = 20.0
+DRIFT_RATE_PER_S, QUICK_DRIFT_RATE_PER_S = 20.0, 60.0
 MOST_REQUESTS = 20_000
 INPUTS = 1000  # that repeat, by Zipf's law
 ZIPF = 1.1
@@ -58,7 +58,7 @@ PATIENCE_S = 120.0
 DRIFT_WITHIN_S = 60.0
 SPEED, QUICK_SPEED = 60.0, 200.0
 HOUR_S, QUICK_HOUR_S = 3600.0, 1800.0
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 3, 1
 _OF_REAL = f',model="{REAL}"'
 ALERTS = 'ALERTS{alertname=~"Guard.*",alertstate="firing"%s}'
 
@@ -135,7 +135,7 @@ def guard_detects(bench: Bench) -> Outcome:
             "requests_until_found_unique_inputs_share_0.5": unique,
             "requests_until_found_zipf_inputs_share_0": repeated,
             "drift_alert_after_s": round(drift_s, 1),
-            "drift_at_requests_per_s": DRIFT_RATE_PER_S,
+            "drift_at_requests_per_s": _drift_rate_per_s(bench),
             "real_hour": hour,
         },
     )
@@ -172,7 +172,7 @@ def _drift(bench: Bench, rig: Rig) -> float:
     """Seconds from the drift's beginning until Prometheus fires."""
 
     def second() -> None:
-        count = round(DRIFT_RATE_PER_S)
+        count = round(_drift_rate_per_s(bench))
         rig.send(
             DRIFTING, [rig.body(DRIFTING) for _ in range(count)], np.linspace(0, 1, count, endpoint=False).tolist()
         )
@@ -192,6 +192,10 @@ def _drift(bench: Bench, rig: Rig) -> float:
     seconds = time.monotonic() - began
     bench.say(f"drift: an alert fires after {seconds:.1f} s")
     return seconds
+
+
+def _drift_rate_per_s(bench: Bench) -> float:
+    return QUICK_DRIFT_RATE_PER_S if bench.quick else DRIFT_RATE_PER_S
 
 
 def _hour(bench: Bench, rig: Rig) -> dict[str, object]:
