@@ -383,7 +383,9 @@ def test_the_autopilot_has_the_options_of_compose(rendered: dict[str, list[Docum
     ]
 
 
-def test_the_supervisor_has_the_options_of_compose(rendered: dict[str, list[Document]], compose: dict[str, Any]) -> None:
+def test_the_supervisor_has_the_options_of_compose(
+    rendered: dict[str, list[Document]], compose: dict[str, Any]
+) -> None:
     made = containers(rendered["keda"])["supervise"]
 
     assert made["command"][:2] == compose["supervise"]["command"].split()[:2]

@@ -480,6 +480,25 @@ def test_failures_are_no_capacity() -> None:
     assert world.gate.rate_rows_per_s("m") is None
 
 
+def test_nobody_is_refused_for_a_long_wait_while_triton_or_a_stub_is_known_to_be_away() -> None:
+    world, model = World(), terms(replace(HIGH, timeout_s=None))
+    batcher = Batcher(world, 0.02)
+    Clients(world, batcher, model, "high").open(700, 2)
+    Clients(world, batcher, model, "high").open(700, 2)
+    world.run(10)
+    for _ in range(100):  # from now on nothing is answered
+        world.send(model)
+    world.run(12)
+    assert world.send(model, deadline_s=15)[1] is not None, "silent for 2 s"
+
+    world.gate.stalled(world.began[-1])
+
+    assert world.send(model, deadline_s=15)[1] is None
+    world.run(12.5)
+    world.gate.finished(world.began[-1], "ok")
+    assert world.gate.rate_rows_per_s("m") == pytest.approx(800), "as before: what waited for its return tells no pace"
+
+
 def test_without_an_estimate_and_with_an_empty_queue_nothing_is_refused() -> None:
     world, model = World(), terms(replace(HIGH, timeout_s=0.001))
     assert [world.send(model)[1] for _ in range(40)] == [None] * 40

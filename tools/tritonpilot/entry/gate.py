@@ -163,6 +163,15 @@ class Gate:
         if model.waiting:
             self._pump(model, now)
 
+    def stalled(self, ticket: Ticket) -> None:
+        """A started ticket found no Triton, or a dead stub, and is sent again.
+
+        How fast the model was does not say when it is back: nobody is refused for a long wait until it has worked again.
+        """
+        if ticket._state == RUNNING:
+            ticket._in_flight = 0
+            ticket._model.pace.rate_rows_per_s = 0.0
+
     def leave(self, ticket: Ticket) -> None:
         """The caller went: a waiting ticket is dropped, a running one keeps its place until finished()."""
         state = ticket._state

@@ -320,6 +320,7 @@ class GrpcFront:
                     raise
                 if not again.may(never_reached, time.monotonic()):
                     raise
+            self._desk.gate.stalled(ticket)
             await asyncio.sleep(PAUSE_S)
 
     def _never_reached(self, error: Any) -> bool | None:

@@ -36,6 +36,10 @@ class Receiver(Protocol):
         """Whether a caller is still there: if not, nothing is sent again for him."""
         ...
 
+    def stalled(self) -> None:
+        """Nobody listens; it is tried again."""
+        ...
+
     def answered(self, status: int, data: bytes, head_size: int, is_last: bool) -> None:
         """`data` is the answer as Triton sent it: `head_size` bytes of head, then the body as far as it has come."""
         ...
@@ -125,6 +129,7 @@ class Backend:
                     reason = (failed.strerror if isinstance(failed, OSError) else None) or "no connection in time"
                     receiver.broke(f"{self.host}:{self.port}: {reason}")
                     return
+            receiver.stalled()
             try:
                 await asyncio.sleep(RECONNECT_S)
             except asyncio.CancelledError:

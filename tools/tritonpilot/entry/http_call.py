@@ -23,7 +23,7 @@ from tritonpilot.entry.extras import MOST_ANSWER_BYTES, Answer, Asked, Content, 
 from tritonpilot.entry.gate import Refusal, Status, Ticket
 from tritonpilot.entry.http_back import BackendConnection, Request
 from tritonpilot.entry.messages import Denied
-from tritonpilot.entry.resend import ONCE, PATIENCE_S, PAUSE_S, RETRY_HEADER, Again
+from tritonpilot.entry.resend import ONCE, PATIENCE_S, PAUSE_BROKEN_S, PAUSE_S, RETRY_HEADER, Again
 from tritonpilot.entry.tenants import Tenant
 from tritonpilot.entry.terms import ModelTerms
 
@@ -218,6 +218,10 @@ class Call:
     @property
     def is_waited_for(self) -> bool:
         return self._caller is not None
+
+    def stalled(self) -> None:
+        if self._ticket is not None:
+            self._front.desk.gate.stalled(self._ticket)
 
     def answered(self, status: int, data: bytes, head_size: int, is_last: bool) -> None:
         if self._second is not None:
@@ -573,7 +577,9 @@ class Call:
             self._again = Again(asks, self._patience_s == math.inf)
         if not self._again.may(never_reached, now_s):
             return False
-        asyncio.get_running_loop().call_later(PAUSE_S, self._front.backend.send, request, self, self._patience_s)
+        self.stalled()
+        pause_s = PAUSE_BROKEN_S if said is None else PAUSE_S
+        asyncio.get_running_loop().call_later(pause_s, self._front.backend.send, request, self, self._patience_s)
         return True
 
     def _trace_lines(self) -> bytes:

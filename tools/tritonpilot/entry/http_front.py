@@ -26,7 +26,7 @@ from tritonpilot.entry.desk import Desk
 from tritonpilot.entry.http_back import Backend
 from tritonpilot.entry.http_call import Call, Route
 from tritonpilot.entry.messages import Denied
-from tritonpilot.entry.resend import Deaths
+from tritonpilot.entry.resend import RETRY_HEADER, Deaths
 from tritonpilot.ports import port_taken
 
 MIB = 1 << 20
@@ -61,6 +61,7 @@ _SINGLE = frozenset(
         b"inference-header-content-length",
         messages.CLASS_HEADER.encode(),
         messages.DEADLINE_HEADER.encode(),
+        RETRY_HEADER.encode(),
     ]
 )
 _KEY = messages.KEY_HEADER.encode()

@@ -19,6 +19,7 @@ ONCE = "once"
 #: How long a request without a deadline waits for a Triton or a model that comes back.
 PATIENCE_S = 10.0
 PAUSE_S = 0.1
+PAUSE_BROKEN_S = 0.5  # a tritonserver that is dying still lets the system accept connections for it
 #: The requests of one execution fail within this time; the next execution on a dead stub takes a second.
 TOGETHER_S = 0.5
 #: An instance that has failed nothing for so long was healed meanwhile.

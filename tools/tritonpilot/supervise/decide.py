@@ -25,7 +25,7 @@ class Policy:
 
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
-    rapid_s: float = 5.0
+    rapid_s: float = 3.0
     """Who needs help again so soon after it waits."""
     reloads: int = 3
     """That fail, one after the other, until the server is restarted."""

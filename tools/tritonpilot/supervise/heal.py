@@ -4,8 +4,8 @@
 
 A load call alone changes nothing: neither its files nor its config have changed. So the config is given with another host policy of
 its instance groups, which makes other instances of them: Triton 2.51 starts new ones in place, and the model keeps its queue. Where
-that does not help the whole model is loaded beside itself. Triton cannot unload an old copy that had executions on its dead stub: it
-stays, without work, until the server ends (ADR 0022).
+that does not help the whole model is loaded beside itself. Triton cannot unload an old copy that had executions on its dead stub:
+it stays, without work, until the server ends (ADR 0022).
 """
 
 from __future__ import annotations

@@ -64,6 +64,9 @@ class Stubs:
 
     def wait(self, seconds: float) -> bool:
         """Wait so long, or until a stub or the server ends; whether one did."""
+        if not self.is_server_alive:
+            time.sleep(seconds)
+            return True
         self._find_new()
         waiting = [fd for pid, fd in self._fds.items() if pid not in self._ended]
         if self._server_fd is not None:

@@ -36,6 +36,7 @@ TICK_S = 0.2  # at the processes; the end of one wakes us at once
 FAILING_LOOKS = 3  # with errors, until a model's stubs are taken for broken
 HEALED_WITHIN_S = 10.0
 CLEAN_EVERY_S = 5.0
+SEEK_EVERY_S = 5.0  # the process of a Triton that is not our own: a search through all of /proc
 
 What = Literal["started", "noticed", "healed", "failed", "restarted", "down", "back", "memory", "stopped"]
 
@@ -126,6 +127,7 @@ class _Looks:
         self._metrics = metrics
         self._ends = threading.Event()
         self._last: tuple[float, Report] | None = None
+        self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="pilot-looks", daemon=True)
 
     def __enter__(self) -> _Looks:
@@ -137,7 +139,9 @@ class _Looks:
         self._thread.join(2 * self._watch_settings.timeout_s)
 
     def take(self) -> tuple[float, Report] | None:
-        """When the last look began, and what it found; None: nothing new."""
+        """When the last look began, and what it found; None: nothing new. Raises what ended the looks."""
+        if self._failed is not None:
+            raise self._failed
         found, self._last = self._last, None
         return found
 
@@ -150,13 +154,16 @@ class _Looks:
         return list(report.models)
 
     def _run(self) -> None:
-        with Watch(self._watch_settings) as watch:
-            while not self._ends.is_set():
-                began_s = time.monotonic()
-                report = watch.look()
-                self._metrics.take(report)
-                self._last = began_s, report
-                self._ends.wait(max(0.0, began_s + self._every_s - time.monotonic()))
+        try:
+            with Watch(self._watch_settings) as watch:
+                while not self._ends.is_set():
+                    began_s = time.monotonic()
+                    report = watch.look()
+                    self._metrics.take(report)
+                    self._last = began_s, report
+                    self._ends.wait(max(0.0, began_s + self._every_s - time.monotonic()))
+        except Exception as error:  # noqa: BLE001  for the main thread: nobody would look any more
+            self._failed = error
 
 
 class _Supervisor:
@@ -183,9 +190,9 @@ class _Supervisor:
         self._failing: dict[str, int] = {}
         self._changed_s: dict[str, float] = {}
         """When we touched a model: looks that began before say nothing about it."""
-        self._answered_s = time.monotonic()
-        """When Triton answered last."""
-        self._is_away = False
+        self._away_s: float | None = None
+        """Since when Triton has answered nothing; None: it does."""
+        self._sought_s = 0.0
         self._series: dict[tuple[str, int], memory.Series] = {}
         self._measured_s = self._cleaned_s = 0.0
 
@@ -222,11 +229,12 @@ class _Supervisor:
         """Why it has to be restarted, "" for no reason."""
         if death := self._server.death():
             return death
-        if not self._stubs.is_server_alive or not self._stubs.server:
+        if not (self._stubs.is_server_alive and self._stubs.server) and now_s - self._sought_s > SEEK_EVERY_S:
+            self._sought_s = now_s
             pid = self._server.pid()  # of somebody else's that was restarted
             if pid != self._stubs.server:
                 self._follow(pid)
-        away_s = now_s - self._answered_s
+        away_s = 0.0 if self._away_s is None else now_s - self._away_s
         if away_s < self._settings.away_s:
             return ""
         said = f"Triton at {self._server.grpc} has not answered for {away_s:.0f} s"
@@ -260,13 +268,13 @@ class _Supervisor:
             return
         began_s, report = taken
         if not report.is_up:
-            if not self._is_away:
-                self._is_away = True
+            if self._away_s is None:
+                self._away_s = began_s
                 self._tell(Event("down", report.said))
             return
-        self._answered_s = time.monotonic()
-        if self._is_away:
-            self._is_away = self._metrics.needs_help = False
+        if self._away_s is not None:
+            self._away_s = None
+            self._metrics.needs_help = False
             self._tell(Event("back", f"Triton answers; models: {len(report.models)}"))
         self._models = sorted({each.model for each in report.models})
         for model in self._models:
@@ -373,7 +381,8 @@ class _Supervisor:
             self._server.restart()
         except PilotError as refused:
             error = refused
-        now_s = self._answered_s = time.monotonic()
+        now_s = time.monotonic()
+        self._away_s = None
         self._state = restarted(self._settings.policy, self._state, now_s, is_up=error is None)
         self._follow(self._server.pid())
         self._changed_s = dict.fromkeys(self._models, now_s)
