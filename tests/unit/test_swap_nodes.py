@@ -8,7 +8,7 @@ import pytest
 
 from tritonpilot.errors import ModelError, ServerError, SpecError
 from tritonpilot.swap.nodes import check, node, one_by_one
-from tritonpilot.swap.terms import Node
+from tritonpilot.swap.terms import Node, ServedAlreadyError
 
 
 def three() -> list[Node]:
@@ -35,7 +35,7 @@ class Changes:
             raise ServerError("it is gone.")
         self.done.append(f"undo {each.grpc}")
 
-    def run(self) -> list[str]:
+    def run(self) -> list[str | None]:
         return one_by_one(three(), self.change, self.undo, self.said.append)
 
 
@@ -76,6 +76,21 @@ def test_what_was_not_reached_is_said() -> None:
         changes.run()
 
     assert changes.done == []
+
+
+def test_a_node_that_serves_the_files_already_is_passed_over_and_left_as_it_is() -> None:
+    served = {"10.0.0.1:8001": ServedAlreadyError("it does already.")}
+    changes = Changes(dict(served))
+
+    assert changes.run() == [None, "10.0.0.2:8001", "10.0.0.3:8001"]
+
+    changes = Changes({**served, "10.0.0.3:8001": ServerError("it is gone.")})
+    with pytest.raises(
+        ServerError,
+        match=r"Gone back: 10\.0\.0\.2:8001\. Served the new version before, and do so still: 10\.0\.0\.1:8001\.",
+    ):
+        changes.run()
+    assert changes.done == ["change 10.0.0.2:8001", "undo 10.0.0.2:8001"]
 
 
 def test_ctrl_c_takes_back_too() -> None:

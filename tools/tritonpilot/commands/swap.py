@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import typer
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SWAP_EPILOG = "Example: tritonpilot swap ctr new.onnx --sha256 9f2c... --max-slower 1.3"
 ROLLBACK_EPILOG = "Example: tritonpilot rollback ctr --to 3"
+
+T = TypeVar("T")
 
 ServiceName = Annotated[str, typer.Argument(help="Service.", metavar="SERVICE")]
 TritonGrpc = Annotated[str, typer.Option(help="Triton's gRPC service.")]
@@ -124,6 +126,10 @@ def swap(
         return
     if not files:
         raise SpecError("No new model was named. Nothing was changed. Give its file: tritonpilot swap ctr new.onnx")
+    if len(nodes) > 1 and not keep:
+        raise SpecError(
+            "--keep 0 leaves no node anything to go back to when a later one fails. Nothing was changed. Keep 1 or more."
+        )
     if dry_run:
         for each in nodes:
             steps = run.dry_run(each.repository, service, files, checks(each.repository), sha256 or ())
@@ -218,12 +224,12 @@ def _one_by_one(
     if len(nodes) == 1:
         return [change(nodes[0])]
     return [
-        {"node": each.grpc, **found}
+        {"node": each.grpc, **(found or {"is_unchanged": True})}
         for each, found in zip(nodes, one_by_one(nodes, change, undo, narrate), strict=True)
     ]
 
 
-def _with(node: Node, key_file: Path | None, act: Callable[[Control], Any]) -> Any:
+def _with(node: Node, key_file: Path | None, act: Callable[[Control], T]) -> T:
     from tritonpilot.control import Control
     from tritonpilot.watch import control_key
 
@@ -256,5 +262,7 @@ def _show(results: Sequence[dict[str, Any]], as_json: bool, words: Callable[[dic
 
 
 def _words(found: dict[str, Any]) -> str:
+    if found.get("is_unchanged"):
+        return f"{found['node']} serves these files already"
     shifted = ", ".join(f"{name} version {found['old'][name]} -> {version}" for name, version in found["new"].items())
     return f"{found.get('node', '')} {shifted} in {found['seconds']:.1f} s".strip()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tritonpilot.errors import PilotError, SpecError
-from tritonpilot.swap.terms import Node
+from tritonpilot.swap.terms import Node, ServedAlreadyError
 
 T = TypeVar("T")
 
@@ -54,29 +54,38 @@ def check(nodes: Sequence[Node]) -> None:
 
 def one_by_one(
     nodes: Sequence[Node], change: Callable[[Node], T], undo: Callable[[Node], None], say: Callable[[str], None]
-) -> list[T]:
+) -> list[T | None]:
     """Change every node in turn. The first failure stops it: that node has undone its own part, and those before are undone here,
-    the last one first.
+    the last one first. One that serves the new files already, from a run that was killed, is passed over: None.
 
     Raises an error of the same kind as the failed node's, which says what every node serves now. Ctrl-C is a failure too.
     """
     done: list[Node] = []
-    results: list[T] = []
+    results: list[T | None] = []
     for number, each in enumerate(nodes, 1):
         say(f"node {number} of {len(nodes)}: {each.grpc}")
         try:
             results.append(change(each))
+            done.append(each)
+        except ServedAlreadyError as served:
+            say(f"node {each.grpc}: {served}")
+            results.append(None)
         except PilotError as failed:
-            raise type(failed)(f"Node {each.grpc}: {failed} {_undone(done, undo, say, nodes[number:])}") from failed
+            passed = [one for one, found in zip(nodes, results, strict=False) if found is None]
+            truth = _undone(done, undo, say, passed, nodes[number:])
+            raise type(failed)(f"Node {each.grpc}: {failed} {truth}") from failed
         except BaseException:
-            _undone(done, undo, say, nodes[number:])
+            _undone(done, undo, say, [], nodes[number:])
             raise
-        done.append(each)
     return results
 
 
 def _undone(
-    done: Sequence[Node], undo: Callable[[Node], None], say: Callable[[str], None], untouched: Sequence[Node]
+    done: Sequence[Node],
+    undo: Callable[[Node], None],
+    say: Callable[[str], None],
+    passed: Sequence[Node],
+    untouched: Sequence[Node],
 ) -> str:
     """Undo the nodes that are done; says what is true now."""
     back, stuck = [], []
@@ -92,6 +101,7 @@ def _undone(
     parts = [
         f"Gone back: {_names(back)}." if back else "",
         f"Not touched: {_names(untouched)}." if untouched else "",
+        f"Served the new version before, and do so still: {_names(passed)}." if passed else "",
         *(f"Node {each.grpc} could not go back and serves the new version: {failed}" for each, failed in stuck),
     ]
     return " ".join(part for part in parts if part)

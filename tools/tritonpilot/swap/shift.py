@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tritonclient.grpc import model_config_pb2
+
 from tritonpilot import pins
 from tritonpilot.errors import ModelError, RepositoryError, SpecError
-from tritonpilot.model_config import ModelConfig, model_config_pb2, parse
+from tritonpilot.model_config import ModelConfig, parse
 from tritonpilot.onnx_model import TensorSignature, external_files, read_signature
 from tritonpilot.repository import (
     CANDIDATE,
@@ -27,7 +29,7 @@ from tritonpilot.repository import (
     versions,
 )
 from tritonpilot.swap.journal import Journal
-from tritonpilot.swap.terms import Candidate
+from tritonpilot.swap.terms import Candidate, ServedAlreadyError
 from tritonpilot.written import nearest
 
 Files = Mapping[str, Mapping[str, Path]]
@@ -119,7 +121,7 @@ def of_swap(
                 f"{path} has the SHA-256 {main}, not {wanted[name]}. Nothing was changed. Fetch the file again."
             )
     if all(sums[name].items() <= manifest(root, name, old[name]).items() for name in paths):
-        raise ModelError(f"{service} serves these files already, {_shown(old)}. Nothing was changed.")
+        raise ServedAlreadyError(f"{service} serves these files already, {_shown(old)}. Nothing was changed.")
     newest = 1 + max(max(versions(root, name)) for name in paths)
     return _shift("swap", root, service, old, dict.fromkeys(paths, newest), sums, keep), files
 

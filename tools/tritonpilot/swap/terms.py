@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tritonpilot.control import Control
+from tritonpilot.errors import ModelError
 
 Say = Callable[[str], None]
 
@@ -41,6 +42,10 @@ class Check(Protocol):
     def name(self) -> str: ...
 
     def run(self, control: Control, candidate: Candidate, say: Say) -> Finding: ...
+
+
+class ServedAlreadyError(ModelError):
+    """A service serves the files already that it was to be given."""
 
 
 @dataclass(frozen=True)
