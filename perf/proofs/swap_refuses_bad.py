@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perf import bad_models, generations
-from perf.bad_models import BAD
+from perf.bad_models import BAD, FILES
 from perf.frame import PROJECT, Bench, Outcome
 from perf.generations import Load, Rate, Subject
 from perf.swapping import Site, switched
@@ -34,6 +34,7 @@ class Case:
     name: str
     service: str
     arguments: Sequence[str]
+    steps: Sequence[str]
     wrong: list[str] = field(default_factory=list)
     said: str = ""
     took_s: float = 0.0
@@ -77,16 +78,18 @@ def _cases(site: Site, *, quick: bool) -> Iterator[Case]:
                 continue  # minutes that show what those of ctr do
             file = made / f"{service}_{kind}.onnx"
             bad.write(source, file, rows)
-            yield Case(f"{service}: {bad.what}", service, [f"{member}={file}" if member else str(file)])
+            yield Case(f"{service}: {bad.what}", service, [f"{member}={file}" if member else str(file)], bad.steps)
     file = made / "good.onnx"
     bad_models.good(_source(site, "ctr"), file, {})
-    yield Case("ctr: wrong checksum", "ctr", [str(file), "--sha256", "0" * 64])
+    yield Case("ctr: wrong checksum", "ctr", [str(file), "--sha256", "0" * 64], (FILES,))
     if not quick:
         crashing = made / "serving.py"
         text = (site.folder / "models" / "ctr_raw" / "serving.py").read_text(encoding="utf-8")
         assert PREDICT in text
         crashing.write_text(text.replace(PREDICT, PREDICT + CRASH), encoding="utf-8")
-        yield Case("ctr_raw: its stub crashes in warm-up", "ctr_raw", [f"ctr_raw_features={crashing}"])
+        yield Case(
+            "ctr_raw: its stub crashes in warm-up", "ctr_raw", [f"ctr_raw_features={crashing}"], ("load", "warm up")
+        )
 
 
 def _attempt(site: Site, load: Load, case: Case) -> None:
@@ -97,6 +100,8 @@ def _attempt(site: Site, load: Load, case: Case) -> None:
     time.sleep(0.5)  # callers whose requests were under way
     if ran.code == 0:
         case.wrong.append("it was let through")
+    elif not any(step in ran.said if step == FILES else f": {step}: " in ran.said for step in case.steps):
+        case.wrong.append(f"it was refused for something else: {ran.said}")
     case.wrong += _seen(load, generation=0)
     case.wrong += site.left()
     if (now := _index(site)) != index:

@@ -28,6 +28,7 @@ ANSWER_S = 30.0
 PATIENCE_S = 10.0  # with a queue that is full
 REST_S = 0.05
 LARGEST = 16  # rows of a request
+BURST_S = 0.05  # how long an execution may take: who serves live requests beside it must not wait longer
 LARGEST_BYTES = 16 * 2**20
 
 
@@ -37,8 +38,11 @@ class Asker:
     def __init__(self, control: Control, model: str, version: str = "") -> None:
         self.model = model
         self.version = version
+        self.took_s = 0.0
+        """By the last request; then it rests for as long."""
         self.config = control.config(model, version)
         self._control = control
+        self._row_s = BURST_S  # at most, by the last request
         self._level = lowest_level(self.config)
         self._datatypes = {tensor.name: _datatype(tensor.data_type) for tensor in self.config.input}
         self._needed = [tensor.name for tensor in self.config.input if not tensor.optional]
@@ -63,14 +67,14 @@ class Asker:
 
     def requests(self, rows: Arrays, most: int) -> Iterator[tuple[NDArray[np.intp], dict[str, Array]]]:
         """(places of the rows, inputs) of requests for at most `most` rows, evenly taken: every second one of a single row, the
-        others as large as the model takes, up to LARGEST."""
+        others as large as the model takes, up to LARGEST rows and BURST_S, by what those before have taken."""
         count = len(next(iter(rows.values())))
         places = np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(np.intp))
         row_bytes = sum(array[:1].nbytes for array in rows.values())
         largest = max(1, min(self.config.max_batch_size or 1, LARGEST, LARGEST_BYTES // max(1, row_bytes)))
         start, turn = 0, 0
         while start < len(places):
-            size = 1 if turn % 2 == 0 else largest
+            size = 1 if turn % 2 == 0 else min(largest, max(1, int(BURST_S / self._row_s)))
             taken = places[start : start + size]
             yield taken, self.inputs(rows, taken)
             start, turn = start + size, turn + 1
@@ -100,7 +104,10 @@ class Asker:
             request.raw_input_contents.append(varied(data, self._datatypes[name]) if past_cache else data)
         if self._level:
             request.parameters["priority"].uint64_param = self._level
-        return self._asked(request)
+        found = self._asked(request)
+        if self.is_batched:
+            self._row_s = self.took_s / len(next(iter(inputs.values())))
+        return found
 
     def ask_once(self, folder: Any = None) -> tuple[dict[str, Array], str]:
         """Its answer to what a watch asks it: its warmup data, else zeros."""
@@ -109,6 +116,7 @@ class Asker:
     def _asked(self, request: service_pb2.ModelInferRequest) -> tuple[dict[str, Array], str]:
         deadline = time.monotonic() + PATIENCE_S
         while True:
+            asked_s = time.perf_counter()
             try:
                 answer = self._control.infer(request, timeout_s=ANSWER_S)
                 break
@@ -116,6 +124,9 @@ class Asker:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(REST_S)
+        self.took_s = time.perf_counter() - asked_s
+        # Half of the time belongs to live requests.
+        time.sleep(self.took_s)
         return arrays_of(answer), str(answer.model_version)
 
 
