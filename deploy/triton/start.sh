@@ -54,6 +54,7 @@ while [ "$given" -gt 0 ]; do
     if [ "$flag" = "--load-model=*" ]; then
         for folder in "$repository"/*/; do
             folder=${folder%/}
+            case "$folder" in *__next) continue ;; esac # a candidate that a killed swap left: it may be bad
             [ -e "$folder/config.pbtxt" ] || ls -d "$folder"/[1-9]*/ >/dev/null 2>&1 || continue
             set -- "$@" "--load-model=${folder##*/}"
         done

@@ -406,7 +406,9 @@ def _translated(root: Path) -> Iterator[None]:
 def _checksums(version_folder: Path) -> dict[str, str]:
     files = {path.relative_to(version_folder): path for path in version_folder.rglob("*") if path.is_file()}
     stated = {
-        name: path for name, path in files.items() if name.parts[0] != OPTIMIZED_FOLDER and path.name != MANIFEST_FILE
+        name: path
+        for name, path in files.items()
+        if name.parts[0] not in (OPTIMIZED_FOLDER, "__pycache__") and path.name != MANIFEST_FILE
     }
     return {name.as_posix(): sha256(path) for name, path in stated.items()}
 

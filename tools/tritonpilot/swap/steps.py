@@ -455,7 +455,8 @@ def patiently(control: Control, probe: Probe) -> Any:
 
 def drained(work: Work) -> str:
     """Wait until nobody has called the old versions for a while: a driver that was replaced still answers what it had begun."""
-    deadline, counts, since = time.monotonic() + DRAIN_S, {}, time.monotonic()
+    counts: dict[str, int] = {}
+    deadline, since = time.monotonic() + DRAIN_S, time.monotonic()
     while time.monotonic() < deadline:
         now = {
             model: sum(each.success.count + each.fail.count for each in work.control.statistics(model, str(version)))
