@@ -4,6 +4,7 @@ import functools
 import http.server
 import math
 import os
+import socketserver
 import subprocess
 import sys
 import threading
@@ -97,3 +98,33 @@ def test_a_proxy_is_not_asked_for_metrics(tmp_path: Path) -> None:
 def test_unreachable_metrics_name_the_address() -> None:
     with pytest.raises(MeasurementError, match="http://127.0.0.1:1/metrics"):
         metrics.scrape("127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nnv_inf",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_another_protocol_at_the_port_is_said(said: bytes) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1000)
+            self.request.sendall(said)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        try:
+            with pytest.raises(MeasurementError, match="no HTTP server with metrics"):
+                metrics.scrape(f"127.0.0.1:{server.server_address[1]}")
+        finally:
+            thread.join()
+
+
+def test_a_host_that_can_be_none_is_said() -> None:
+    with pytest.raises(MeasurementError, match="no figures"):
+        metrics.scrape("nowhere at all:1")

@@ -11,8 +11,8 @@ failures(samples, "ctr")                        # {"REJECTED": 3.0, "BACKEND": 0
 
 from __future__ import annotations
 
+import http.client
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -116,7 +116,12 @@ def scrape(metrics_url: str) -> tuple[Sample, ...]:
     try:
         with DIRECT.open(url, timeout=TIMEOUT_S) as answer:
             text = answer.read().decode("utf-8")
-    except (OSError, urllib.error.URLError, UnicodeDecodeError) as error:
+    except (http.client.HTTPException, ValueError) as error:  # another protocol, no text, or no host's name
+        raise MeasurementError(
+            f"What answers at {url} is no HTTP server with metrics ({error!r}). There are no figures from it. Check that this is "
+            "the server's metrics port (by default 8002 of Triton, 8102 of an entry)."
+        ) from error
+    except OSError as error:
         raise MeasurementError(
             f"The metrics at {url} cannot be read ({error}). There are no figures from them. Check that the server runs "
             "and that this is its metrics port (by default 8002 of Triton, 8102 of an entry)."

@@ -216,12 +216,17 @@ def check(endpoints: Endpoints) -> None:
     """Raises SpecError for what is no HOST:PORT."""
     for field in dataclasses.fields(endpoints):
         address = getattr(endpoints, field.name)
-        found = _ADDRESS.fullmatch(address)
         may_lack = field.name != "metrics" and not address
-        if not may_lack and not (found and 0 < int(found[1]) < 65536):
+        if not may_lack and not is_address(address):
             raise SpecError(
                 f"--{field.name} is {address!r}, but must be HOST:PORT, as 127.0.0.1:8002. Nothing was read."
             )
+
+
+def is_address(text: str) -> bool:
+    """Whether it is a HOST:PORT."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[1]) < 65536
 
 
 def read(endpoints: Endpoints) -> Reading:
@@ -345,8 +350,6 @@ def _page(address: str, troubles: list[str]) -> Page | None:
         return Page(time.monotonic(), metrics.scrape(address))
     except MeasurementError as error:
         troubles.append(str(error))
-    except (http.client.HTTPException, ValueError) as error:  # another protocol, or no host's name
-        troubles.append(f"What answers at http://{address}/metrics is no HTTP server ({error!r}). It is not shown.")
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -27,5 +28,6 @@ def signed(key: str, model: str, delay_us: int, when_ns: int | None = None) -> s
 
 def delay_us(samples: Iterable[Sample], model: str) -> int | None:
     """What the model's instances hold now; None where its backend cannot."""
-    found = [int(s.value) for s in samples if s.name == GAUGE and s.labels.get("model") == model]
+    own = (s.value for s in samples if s.name == GAUGE and s.labels.get("model") == model)
+    found = [int(value) for value in own if math.isfinite(value)]
     return max(found) if found else None
