@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from tritonpilot import metrics
+from tritonpilot.autopilot.loop import Settings
 from tritonpilot.autopilot.observe import (
     Counts,
     Pages,
@@ -229,6 +231,17 @@ def test_wrong_addresses_are_refused() -> None:
         Prometheus("ftp://x")
     with pytest.raises(SpecError, match="--instance is"):
         Prometheus("http://127.0.0.1:9090", instance='x"} or vector(1)')
+    with pytest.raises(SpecError, match="--triton-grpc is 'http://triton:8001'"):
+        Settings(Path("autopilot.yaml"), Path("state"), triton_grpc="http://triton:8001").source(5)
+    with pytest.raises(SpecError, match="no --prometheus is named"):
+        Settings(Path("autopilot.yaml"), Path("state"), instance="triton:8002").source(5)
+
+
+def test_a_tritons_page_is_not_taken_for_an_entrys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "scrape", lambda _: metrics.parse(page(1)))
+
+    with pytest.raises(MeasurementError, match=r"--entry\) is that of a Triton"):
+        Pages(Endpoints("triton:8002", http="", entry="triton:8002")).samples()
 
 
 def test_a_page_that_nobody_serves_is_a_problem(free_port: int) -> None:

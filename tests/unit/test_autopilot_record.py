@@ -50,7 +50,9 @@ def test_figures_that_are_not_known_do_not_spoil_the_state(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 99}', '{"format": 1, "clock_s": 1, "models": {"ctr": {"state": 3}}}']
+    "text",
+    ["", "{", "[]", '{"format": 99}', '{"format": 1, "clock_s": 1, "models": {"ctr": {"state": 3}}}', "[" * 100_000],
+    ids=["nothing", "half", "list", "format", "state", "deep"],
 )
 def test_a_broken_state_is_kept_aside_and_said(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
@@ -82,6 +84,21 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(HostError, match="cannot be used"), Folder(tmp_path / "file" / "state"):
         pass
+
+
+def test_a_broken_state_that_cannot_be_put_aside_is_said(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("[" * 100_000)
+    (tmp_path / "state.broken" / "kept").mkdir(parents=True)
+
+    with Folder(tmp_path) as folder, pytest.raises(HostError, match="cannot be put aside"):
+        folder.read()
+
+
+def test_a_full_disk_lets_it_begin(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to("/dev/full")
+
+    with Folder(tmp_path) as folder:
+        assert folder.read() == ({}, 0.0)
 
 
 def test_the_log_has_a_line_for_programs_and_a_sentence_for_people(tmp_path: Path) -> None:
@@ -119,6 +136,7 @@ def test_prometheus_is_told_what_was_decided_and_what_is_not_known() -> None:
     told.count("ctr", "change")
     told.seen["ctr"] = SEEN
     told.seen["image"] = UNKNOWN
+    told.unknown.add("absent")
     told.decided_s = 99.0
 
     samples = metrics.parse(generate_latest(told.registry).decode())
@@ -129,6 +147,7 @@ def test_prometheus_is_told_what_was_decided_and_what_is_not_known() -> None:
     assert value("decisions_total", model="ctr", event="change") == 1
     assert [sample.value for sample in samples if sample.labels.get("event") == "revert"] == [0], "counted from 0 on"
     assert (value("problem", model="ctr"), value("problem", model="image")) == (0, 1)
+    assert value("problem", model="absent") == 1, "an alert asks for it"
     assert (value("instances", model="ctr"), value("queue_delay_seconds", model="ctr")) == (2, 0.0005)
     assert value("max_queue_size", **{"model": "ctr", "class": "batch"}) == 40
     assert value("last_decision_timestamp_seconds") == 99

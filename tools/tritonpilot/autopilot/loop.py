@@ -31,6 +31,7 @@ from tritonpilot.entry.terms import terms_of
 from tritonpilot.errors import HostError, PilotError, SpecError
 from tritonpilot.model_config import ModelConfig
 from tritonpilot.top import Endpoints as Watched
+from tritonpilot.top import is_address
 from tritonpilot.written import nearest
 
 CALL_TIMEOUT_S = 5.0
@@ -75,9 +76,18 @@ class Settings:
 
     def source(self, interval_s: float) -> Source:
         """Where figures come from. Raises SpecError for a wrong address."""
+        if not is_address(self.triton_grpc):
+            raise SpecError(
+                f"--triton-grpc is {self.triton_grpc!r}, but must be HOST:PORT, as 127.0.0.1:8001. Nothing was started."
+            )
         if self.prometheus:
             patience_s = max(PATIENCE_S, PATIENCE_INTERVALS * interval_s)
             return Prometheus(self.prometheus, instance=self.instance, patience_s=patience_s)
+        if self.instance:
+            raise SpecError(
+                f"--instance is {self.instance}, which tells Tritons in a Prometheus apart, and no --prometheus is named. Nothing "
+                "was started. Name it, or leave --instance out."
+            )
         return Pages(Watched(metrics=self.metrics, http="", entry=self.entry))
 
 
@@ -203,6 +213,7 @@ class Autopilot:
                 problem = str(error)
         memory = self._memories.get(name)
         if served is None and memory is None:
+            self.metrics.unknown.add(name)
             self._tell_problem(
                 name, problem or observe.observe(before, now, name, Knobs(0, 0), at_s=self.now_s()).problem
             )
@@ -226,6 +237,7 @@ class Autopilot:
         if not seen.problem:
             self._away.discard(name)
         self._tell_problem(name, seen.problem)
+        self.metrics.unknown.discard(name)
         self.metrics.seen[name] = seen
         state, decision = decide(served.policy, memory.state, seen, served.model)
         return _Plan(served, state, decision, seen)
@@ -301,7 +313,7 @@ class Autopilot:
         self.metrics.change_seconds[name] = seconds
         entry = replace(entry, now=knobs, seconds=seconds)
         if failed:
-            entry = replace(entry, event="failed", said=f"{decision.reason} This did not come about: {failed}")
+            entry = replace(entry, event="failed", said=f"{decision.reason}. This did not come about: {failed}")
         self.metrics.count(name, entry.event)
         self.log(entry)
         return entry

@@ -10,7 +10,6 @@ gRPC begin anew with each load. What is not known is never taken for 0.
 
 from __future__ import annotations
 
-import http.client
 import math
 import re
 import time
@@ -69,21 +68,19 @@ class Pages:
     def __init__(self, endpoints: top.Endpoints) -> None:
         """Raises SpecError for what is no HOST:PORT."""
         top.check(endpoints)
-        self._addresses = [address for address in (endpoints.metrics, endpoints.entry) if address]
+        self._metrics, self._entry = endpoints.metrics, endpoints.entry
 
     def samples(self) -> tuple[float, tuple[Sample, ...]]:
         """Both pages, read now."""
-        found: list[Sample] = []
-        at_s = math.nan
-        for address in self._addresses:
-            try:
-                found += metrics.scrape(address)
-            except (http.client.HTTPException, ValueError) as error:  # another protocol
-                raise MeasurementError(
-                    f"What answers at http://{address}/metrics is no HTTP server ({error!r}). There are no figures from it."
-                ) from None
-            at_s = time.monotonic() if math.isnan(at_s) else at_s
-        return at_s, tuple(found)
+        found = metrics.scrape(self._metrics)
+        at_s = time.monotonic()
+        entry = metrics.scrape(self._entry) if self._entry else ()
+        if any(sample.name == SUCCESS for sample in entry):
+            raise MeasurementError(
+                f"The page at {self._entry} (--entry) is that of a Triton: its requests would count twice. Nothing is known. Name "
+                "the entry's page (by default 8102)."
+            )
+        return at_s, (*found, *entry)
 
 
 class Prometheus:

@@ -17,6 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -122,10 +123,10 @@ class Folder:
                 f"Another autopilot (process {holder}) works with {self.path}, and two would undo each other's changes. Nothing "
                 "was started; that one goes on. Stop it first, or, for another Triton, name another folder (--state)."
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
         self._lock = lock
+        with suppress(OSError):  # a full disk: who holds it is for people only
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +137,7 @@ class Folder:
     def read(self) -> tuple[dict[str, Memory], float]:
         """What was written last, by model, and the clock then; nothing and 0 where nothing was.
 
-        Raises HostError for a file that is none; it is kept aside, and the next read finds nothing.
+        Raises HostError for a file that is none; it is kept aside where that can be, and the next read then finds nothing.
         """
         path = self.path / STATE
         try:
@@ -147,12 +148,16 @@ class Folder:
             return memories, float(said["clock_s"])
         except FileNotFoundError:
             return {}, 0.0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             aside = path.with_suffix(".broken")
-            path.replace(aside)
+            try:
+                path.replace(aside)
+                now = f"It is kept as {aside.name}"
+            except OSError as failed:
+                now = f"It cannot be put aside ({failed.strerror})"
             raise HostError(
-                f"{path} holds no state of an autopilot ({type(error).__name__}: {error}). It is kept as {aside.name}; what the "
-                "server has now is taken for the beginning. Nothing needs to be done."
+                f"{path} holds no state of an autopilot ({type(error).__name__}: {error}). {now}; what the server has now is taken "
+                "for the beginning. Nothing needs to be done."
             ) from None
 
     def write(self, memories: Mapping[str, Memory], clock_s: float) -> None:
@@ -187,6 +192,8 @@ class AutopilotMetrics:
     state_trouble: bool = False
     decided_s: float | None = None
     seen: dict[str, Observation] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    """Models of which nothing was ever seen, as those that the server does not have."""
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     change_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -201,6 +208,7 @@ class AutopilotMetrics:
     def forget(self, model: str) -> None:
         """The model is not in the policy any more. What was counted stays."""
         self.seen.pop(model, None)
+        self.unknown.discard(model)
 
     def count(self, model: str, event: Event) -> None:
         """A decision, or a change that failed."""
@@ -229,6 +237,8 @@ class AutopilotMetrics:
             )
         }
         limits = GaugeMetricFamily("autopilot_max_queue_size", "Limit of waiting requests", labels=("model", "class"))
+        for model in tuple(self.unknown):
+            families["problem"].add_metric((model,), 1.0)
         for model, seen in tuple(self.seen.items()):
             families["problem"].add_metric((model,), float(bool(seen.problem)))
             families["instances"].add_metric((model,), seen.knobs.instances)
