@@ -87,6 +87,7 @@ def test_a_spare_instance_is_one_on_each_device() -> None:
         (WRITTEN, Knobs(500, 2, {"gold": 1}), "no class gold"),
         (WRITTEN, Knobs(100_000, 2), "realtime may wait 100000 us"),
         ('name: "plain"', Knobs(1, 1), "no dynamic batching"),
+        ('name: "whole" ensemble_scheduling { }', Knobs(0, 2), "an ensemble, which has no instances"),
     ],
 )
 def test_what_a_model_cannot_have_is_refused(text: str, target: Knobs, why: str) -> None:
@@ -101,5 +102,6 @@ def test_a_live_delay_is_read_from_the_metrics_of_the_model() -> None:
     )
     assert live.delay_us(page, "ctr") == 700
     assert live.delay_us(page, "none") is None
+    assert live.delay_us(parse_metrics('pilot_live_delay_us{model="ctr"} NaN'), "ctr") is None
     assert live.signed("key", "ctr", 5, 7).startswith("5:7:")
     assert live.signed("key", "ctr", 5, 7) != live.signed("key", "other", 5, 7)

@@ -113,6 +113,8 @@ def _set_delay(config: ModelConfig, delay_us: int) -> None:
 
 def _set_instances(config: ModelConfig, instances: int) -> None:
     """The first group takes the change; the others stay."""
+    if config.HasField("ensemble_scheduling"):
+        raise _refused(config, "it is an ensemble, which has no instances; the models of its steps have")
     if not config.instance_group:
         config.instance_group.add()
     first, *others = config.instance_group
