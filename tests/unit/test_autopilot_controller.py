@@ -330,6 +330,21 @@ def test_a_change_that_does_not_come_about_is_not_tried_again_and_again() -> Non
     assert any("did not come about" in each.reason for _, each in run.decisions)
 
 
+@pytest.mark.parametrize("left", [Knobs(0, 2), Knobs(0, 4), Knobs(500, 4), Knobs(1000, 2)])
+def test_a_change_that_was_broken_off_is_nobody_elses_and_is_gone_on_from(left: Knobs) -> None:
+    wanted = Knobs(500, 3)
+    run = Run(policy(cooldown_s=30), paper=Paper(knobs=left))
+    run.state = State(wanted=wanted, previous=Knobs(0, 1))
+    decision = run.step(100)
+    assert decision.action == "adopt"
+    assert ("someone" in decision.reason) == (left == Knobs(1000, 2))
+    if left != Knobs(1000, 2):
+        assert run.state.paused_until_s == 0
+        assert run.state.previous is None
+    run.steady(3000, 4 * INTERVAL_S)
+    assert (run.paper.knobs.instances > left.instances) or left == Knobs(1000, 2)
+
+
 def test_after_a_failed_change_the_truth_is_what_the_server_has() -> None:
     run = Run(policy())
     run.steady(100, 60)
@@ -342,6 +357,8 @@ def test_after_a_failed_change_the_truth_is_what_the_server_has() -> None:
     assert decision.target is not None
     assert state.avoids(decision.target, 1500)
     assert after(run.state, decision, decision.target, run.paper.now_s).wanted == decision.target
+    run.state, run.paper.knobs = state, was
+    assert f"{decision.target.describe()} could not be set" in run.step(1500).reason
 
 
 # -- Delay and limits
@@ -411,6 +428,11 @@ def test_a_state_survives_json_with_all_that_it_has() -> None:
         lambda said: said.update(samples=[{"at_s": 1}]),
         lambda said: said.update(changed_s=["soon"]),
         lambda said: said.update(paused_until_s="never"),
+        lambda said: said.update(
+            samples=[{"at_s": "x", "arrivals_per_s": None, "lateness": None, "utilisation": None}]
+        ),
+        lambda said: said["wanted"].update(instances=-1),
+        lambda said: said["wanted"].update(max_queue_sizes=[1]),
     ],
 )
 def test_what_is_no_state_is_refused(spoil: Callable[[dict[str, Any]], object]) -> None:

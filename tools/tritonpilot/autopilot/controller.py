@@ -47,9 +47,7 @@ def decide(policy: ModelPolicy, state: State, seen: Observation, model: Model | 
         return state, settled
     if seen.at_s < state.paused_until_s:
         left_s = state.paused_until_s - seen.at_s
-        return state, Decision(
-            "keep", reason=f"someone changed the settings; they are left alone for {left_s:.0f} s more"
-        )
+        return state, Decision("keep", reason=f"{state.pause}; what is there is left alone for {left_s:.0f} s more")
     inside = _within(policy, seen.knobs)
     if inside != seen.knobs:
         wish = Wish(inside, f"{seen.knobs.describe()} is outside the bounds", is_urgent=True)
@@ -138,6 +136,10 @@ def _settle(policy: ModelPolicy, state: State, seen: Observation) -> tuple[State
         reason = f"the change to {wanted.describe()} did not come about; {seen.knobs.describe()} stays"
         failed = state.failed(wanted, seen.knobs, seen.at_s, FAILED_REST_S, policy.avoid_s)
         return failed, Decision("adopt", reason=reason)
+    if state.previous is not None and _is_on_the_way(state.previous, seen.knobs, wanted):
+        state = replace(state, wanted=seen.knobs, previous=None, trial=None, shrunk=None)
+        reason = f"the change to {wanted.describe()} was broken off at {seen.knobs.describe()}; it is gone on from"
+        return state, Decision("adopt", reason=reason)
     if policy.on_foreign_change == "reclaim":
         wish = Wish(wanted, f"someone set {seen.knobs.describe()}; it is set back", is_urgent=True)
         return _gate(policy, state, seen, wish)
@@ -146,6 +148,18 @@ def _settle(policy: ModelPolicy, state: State, seen: Observation) -> tuple[State
     state = replace(state, paused_until_s=pause_s, pause="someone changed the settings")
     reason = f"someone set {seen.knobs.describe()}; it is left alone for {policy.cooldown_s:g} s and gone on from"
     return state, Decision("adopt", reason=reason)
+
+
+def _is_on_the_way(before: Knobs, now: Knobs, wanted: Knobs) -> bool:
+    """Whether an own change that was broken off can have left this: instances come one at a time, and a reload has one to spare."""
+    reloads = replace(before, instances=0) != replace(wanted, instances=0)
+    fewest, most = sorted((before.instances, wanted.instances))
+    sizes = ((before.max_queue_sizes.get(name), wanted.max_queue_sizes.get(name)) for name in now.max_queue_sizes)
+    return (
+        fewest <= now.instances <= most + reloads
+        and now.queue_delay_us in (0, before.queue_delay_us, wanted.queue_delay_us)
+        and all(size in pair for size, pair in zip(now.max_queue_sizes.values(), sizes, strict=True))
+    )
 
 
 def _judge(policy: ModelPolicy, state: State, seen: Observation) -> tuple[State, Decision | None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from tritonpilot.autopilot.terms import Knobs
 
@@ -12,6 +15,7 @@ MOST_SAMPLES = 1000  # an interval of a second remembers a quarter of an hour
 MOST_FAILURES = 10
 SAME_LOAD = 0.25  # loads that differ by less are the same load
 OTHERWISE = 0.33  # and a setting is avoided while the load is the one that it was bad under
+_NEEDED = {"wanted", "previous", "samples", "changed_s", "shrunk", "trial", "avoided"}  # of a state in a file
 
 
 @dataclass(frozen=True)
@@ -78,26 +82,14 @@ class State:
     def of_dict(cls, values: Mapping[str, Any]) -> State:
         """The reverse of `as_dict`. Raises ValueError for what is no state."""
         try:
-            said = dict(values)
-            for name in ("wanted", "previous"):
-                said[name] = _knobs(said[name])
-            said["samples"] = tuple(Sample(**each) for each in said["samples"])
-            said["changed_s"] = tuple(said["changed_s"])
-            said["shrunk"] = _avoided(said["shrunk"])
-            trial = said["trial"]
-            said["trial"] = None if trial is None else Trial(**{**trial, "before": Knobs.of_dict(trial["before"])})
-            said["avoided"] = tuple(_avoided(each) for each in said["avoided"])
-            found = cls(**said)
-            _ = (
-                found.paused_until_s
-                + found.load_factor
-                + found.tail_factor
-                + sum(found.changed_s)
-                + found.changed_load
-                + found.failures
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no state of the autopilot: {error!r}") from error
+            if unfit := _NEEDED - set(values) or set(values) - {each.name for each in fields(cls)}:
+                raise ValueError(f"{', '.join(sorted(unfit))} is missing or unknown")
+            found = _adapter().validate_python(values)
+            for each in (found.wanted, found.previous):
+                if each is not None:
+                    Knobs.of_dict(each.as_dict())
+        except (TypeError, ValueError) as error:  # pydantic's is one
+            raise ValueError(f"this is no state of the autopilot: {' '.join(str(error).split())}") from error
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,9 +135,6 @@ def is_close(one: float, other: float, share: float) -> bool:
     return abs(one - other) <= share * max(one, other) + 0.5
 
 
-def _knobs(values: Any) -> Knobs | None:
-    return None if values is None else Knobs.of_dict(values)
-
-
-def _avoided(values: Any) -> Any:
-    return None if values is None else Avoided(**{**values, "knobs": Knobs.of_dict(values["knobs"])})
+@functools.cache
+def _adapter() -> TypeAdapter[State]:
+    return TypeAdapter(State)

@@ -23,8 +23,12 @@ class Knobs:
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> Knobs:
-        """The reverse of `as_dict`."""
-        return cls(**values)
+        """The reverse of `as_dict`. Raises TypeError or ValueError for what is none."""
+        found = cls(**values)
+        for value in (found.queue_delay_us, found.instances, *dict(found.max_queue_sizes).values()):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{value!r} can be no setting")
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
