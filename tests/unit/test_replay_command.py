@@ -94,6 +94,12 @@ def test_what_cannot_be_replayed_is_refused(folder: Path):
     recorded = ["device", "--trace", str(folder / "day.csv")]
     assert run(folder, "device").exit_code == 2
     assert run(folder, str(folder / "evening.yaml"), "--rate", "10").exit_code == 2
+    for option in ("--rate", "--seconds", "--start-s", "--reload-s"):
+        assert run(folder, *recorded, option, "nan").exit_code == 2
+        assert run(folder, *recorded, option, "inf").exit_code == 2
+    (folder / "odd.csv").write_text("at_s\n0\n1e300\n")
+    with pytest.raises(SpecError, match="intervals of 0.5 s.*Look for a wrong time"):
+        run(folder, "device", "--trace", str(folder / "odd.csv"))
     (folder / "autopilot.yaml").write_text(POLICY.replace("model: device", "model: other"))
     with pytest.raises(SpecError, match="says nothing about device"):
         run(folder, *recorded)

@@ -24,7 +24,7 @@ from tritonpilot.autopilot.picture import lines, png
 from tritonpilot.autopilot.policy import ModelPolicy, Policy
 from tritonpilot.autopilot.replay import Case, Comparison, Played
 from tritonpilot.columns import Column
-from tritonpilot.commands.options import MODELS, Json, Models, narrate, show
+from tritonpilot.commands.options import MODELS, Json, Models, finite, narrate, show
 from tritonpilot.commands.simulate import MOST_REQUESTS, costs_of, streams_of
 from tritonpilot.emulated import is_emulated, labelled, noted
 from tritonpilot.errors import SpecError
@@ -34,6 +34,7 @@ from tritonpilot.spec import Service
 
 EPILOG = "Example: tritonpilot replay ctr --policy autopilot.yaml --trace day.csv --rate 900 --picture day.png"
 POLICY = Path("autopilot.yaml")
+MOST_INTERVALS = 1_000_000  # two months of 5 s
 COLUMNS = (
     Column("name", "", is_word=True),
     Column("attainment", "in SLO", "%", "{:.3%}"),
@@ -57,7 +58,9 @@ def command(
     ] = None,
     rate: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="Speeds the recording up or slows it down to so many requests a second.", min=0.001),
+        typer.Option(
+            help="Speeds the recording up or slows it down to so many requests a second.", min=0.001, callback=finite
+        ),
     ] = None,
     rows: Annotated[
         Optional[int],  # noqa: UP045
@@ -65,7 +68,9 @@ def command(
     ] = None,
     seconds: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="How long requests come. Default: the recording, once.", min=0.001, max=86400 * 366),
+        typer.Option(
+            help="How long requests come. Default: the recording, once.", min=0.001, max=86400 * 366, callback=finite
+        ),
     ] = None,
     costs: Annotated[
         Optional[Path],  # noqa: UP045
@@ -74,8 +79,12 @@ def command(
             metavar="FILE",
         ),
     ] = None,
-    start_s: Annotated[float, typer.Option(help="How long a new instance takes until it serves.", min=0)] = 0.5,
-    reload_s: Annotated[float, typer.Option(help="How long the model takes to load again.", min=0)] = 1.5,
+    start_s: Annotated[
+        float, typer.Option(help="How long a new instance takes until it serves.", min=0, callback=finite)
+    ] = 0.5,
+    reload_s: Annotated[
+        float, typer.Option(help="How long the model takes to load again.", min=0, callback=finite)
+    ] = 1.5,
     picture: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Where to draw it, as PNG.", metavar="FILE"),
@@ -89,6 +98,11 @@ def command(
         files.check_writable(picture)
     read = policies.read(policy)
     service, entry, streams, length_s = _asked(what, models, read, policy, trace, rate, rows, seconds)
+    if (intervals := length_s / read.interval_s) > MOST_INTERVALS:
+        raise SpecError(
+            f"{length_s:g} s are {intervals:,.0f} intervals of {read.interval_s:g} s, and at most {MOST_INTERVALS:,} are replayed. "
+            "Nothing was replayed. Look for a wrong time in the recording, say --seconds or --rate, or a longer interval_s."
+        )
     (plan,) = [each for each in build.plan([service], "auto") if each.service.service == service.service]
     config = model_config.parse(plan.folder.config_text, service.service)
     batcher = Batcher.of(config)
