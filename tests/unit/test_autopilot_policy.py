@@ -76,6 +76,11 @@ def test_half_a_file_is_refused(tmp_path: Path, text: str) -> None:
         policy.read(written(tmp_path, text))
 
 
+def test_a_file_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="not valid YAML"):
+        policy.read(written(tmp_path, "models: " + "[" * 5000 + "]" * 5000))
+
+
 def test_what_the_config_promises_fills_what_the_file_does_not_say(tmp_path: Path) -> None:
     ctr = policy.read(written(tmp_path, GOOD.replace("    slo_ms: 50\n", ""))).models[0]
     filled = ctr.with_defaults(slo_ms=40, patience_ms={"batch": 300, "other": 5})

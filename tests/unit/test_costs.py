@@ -89,7 +89,7 @@ def test_a_mean_of_quantiles_is_that_of_what_is_drawn_between_them() -> None:
     assert drawn.mean() == pytest.approx(1.1, rel=0.005)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, None], ids=["half", "list", "deep", "none"])
 def test_a_file_without_costs_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "costs.json"
     if text is not None:

@@ -109,7 +109,7 @@ class Costs:
         """Raises SpecError when the file is missing, no JSON, or says what cannot be."""
         try:
             said = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SpecError(
                 f"The costs in {path} cannot be read ({error}). Measure them, or name another file."
             ) from error

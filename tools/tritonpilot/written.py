@@ -48,7 +48,7 @@ def read(path: Path, kind: type[W], begins_with: str) -> W:
     try:
         node = yaml.compose(text, Loader=_Loader)
         content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{path} is not valid YAML: {error}. Nothing was changed.") from error
     if not isinstance(content, dict):
         raise SpecError(f"{path} must be a mapping that starts with {begins_with}. Nothing was changed.")
