@@ -97,6 +97,16 @@ scaleDown:
 {{- if and .Values.autopilot.enabled (not .Values.autopilot.policy.models) -}}
 {{- fail "autopilot.enabled is true, but autopilot.policy names no model: give the contents of an autopilot.yaml (docs/autopilot.md). Nothing was made." -}}
 {{- end -}}
+{{- if .Values.autopilot.enabled -}}
+{{- if not (kindIs "slice" .Values.autopilot.policy.models) -}}
+{{- fail "autopilot.policy.models is no list of models (docs/autopilot.md). Nothing was made." -}}
+{{- end -}}
+{{- range .Values.autopilot.policy.models -}}
+{{- if and (kindIs "map" .) (get . "costs") (not (hasKey $.Values.autopilot.costs (get . "costs" | toString))) -}}
+{{- fail (printf "autopilot.policy names the costs %v of model %v, which autopilot.costs does not hold: no autopilot would start. Nothing was made." (get . "costs") (get . "model")) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $_ := .Values.autopilot.costs -}}
 {{- if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*$" $name) -}}
 {{- fail (printf "autopilot.costs names a file %q: letters, digits and . _ - only. Nothing was made." $name) -}}
