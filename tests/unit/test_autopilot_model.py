@@ -99,6 +99,12 @@ def test_strange_traffic_has_an_answer(rate_per_s: float, rows: float) -> None:
     assert 0 < found.capacity_per_s < math.inf
 
 
+def test_executions_that_take_no_time_have_no_bound_but_the_cores() -> None:
+    free = replace(DEVICE, execution_us=(0, 0, 0), request_us=0)
+
+    assert 0 < SimulatedModel(free, BATCHER, 100).capacity_per_s(1, 1.0) < math.inf
+
+
 def test_a_model_without_a_batcher_is_refused() -> None:
     with pytest.raises(SpecError, match="no dynamic batcher"):
         SimulatedModel.of(ModelPolicy(model="m", slo_ms=100.0), DEVICE, model_config.parse('name: "m"', "here"))

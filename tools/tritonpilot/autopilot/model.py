@@ -77,7 +77,8 @@ class SimulatedModel:
         else:
             cpu_us = costs.host_us + requests * (costs.host_request_us + each_us)
         by_cores = costs.cores / cpu_us if cpu_us > 0 else math.inf
-        return min(instances / execution_us, by_cores) * requests * 1e6
+        by_instances = instances / execution_us if execution_us > 0 else math.inf
+        return min(by_instances, by_cores) * requests * 1e6
 
     def _simulated(self, knobs: Knobs, load: _Load) -> Prediction:
         sizes = knobs.max_queue_sizes
