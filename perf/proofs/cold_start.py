@@ -27,7 +27,8 @@ from tritonpilot.errors import MeasurementError
 EXAMPLES = ("ctr", "ctr_raw", "image", "ocr", "risk", "text")
 QUICK_EXAMPLES = ("ctr", "text")
 ROUNDS, QUICK_ROUNDS = 5, 1
-LATER, QUICK_LATER = 200, 60  # requests after the first, of which P50 is taken
+LATER, QUICK_LATER = 100, 30  # requests after the first, of which P50 is taken
+PAUSE_S = 0.02  # before each: the first comes after a rest of caller, cores and server too
 ROW = 0  # that proves readiness; a first request of a shape that the server has not seen is slower, and is told in the details
 OTHER_ROW = 1
 TIMEOUT_S = 60.0
@@ -123,9 +124,11 @@ def _start(name: str, root: Path, later: int, *, before: bool) -> Start:
 def _ask_again(url: str, name: str, row: subjects.Arrays, later: int) -> tuple[bytes, float, float]:
     """The answer to a row, how long the first request took, and P50 of so many later ones (ms)."""
     body, json_bytes, _ = encoded(row)
+    time.sleep(PAUSE_S)
     answer, first_ms = _ask(url, name, body, json_bytes)
     times = []
     for _ in range(later):
+        time.sleep(PAUSE_S)
         again, ms = _ask(url, name, body, json_bytes)
         times.append(ms)
         if again != answer:

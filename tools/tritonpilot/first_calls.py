@@ -1,6 +1,6 @@
 """Calls that make a server do over HTTP what it does slowly the first time, so that no caller waits for that.
 
-    call("127.0.0.1:8000", "ctr", {"dense": array, ...}, connections=8, calls=16)
+    call("127.0.0.1:8000", "ctr", {"dense": array, ...}, connections=8, seconds=0.05)
 
 A thread of the front end touches its memory, an instance its buffers, when they answer for the first time: a first request
 takes 1.4 to 1.8 times a later one.
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from itertools import cycle, islice
 from typing import Any
 
 import numpy.typing as npt
@@ -21,10 +21,14 @@ from tritonclient.utils import np_to_triton_dtype
 from tritonpilot import samples
 
 TIMEOUT_S = 5.0  # of nobody's request
+FEWEST = 2
 
 
-def call(endpoint: str, model: str, inputs: Mapping[str, npt.NDArray[Any]], *, connections: int, calls: int) -> None:
-    """Ask a model so often, in turn over connections that are open together and so spread over the threads.
+def call(
+    endpoint: str, model: str, inputs: Mapping[str, npt.NDArray[Any]], *, connections: int, seconds: float
+) -> None:
+    """Ask a model in turn over connections that are open together and so spread over the threads: twice over each, but when these
+    seconds are over no more, after two calls at least.
 
     What fails is nobody's request and is left: who starts the server looks whether it lives.
     """
@@ -35,7 +39,10 @@ def call(endpoint: str, model: str, inputs: Mapping[str, npt.NDArray[Any]], *, c
         for connection in opened:
             stack.callback(connection.close)
             connection.connect()
-        for connection in islice(cycle(opened), calls):
+        deadline = time.monotonic() + seconds
+        for done, connection in enumerate(opened * 2):
+            if done >= FEWEST and time.monotonic() > deadline:
+                return
             connection.request("POST", f"/v2/models/{model}/infer", body, headers)
             connection.getresponse().read()
 

@@ -56,7 +56,6 @@ PORT_ATTEMPTS = 3  # a free port can be taken between our look and tritonserver'
 UNLOAD_GRACE_S = 5
 TRITONS_HTTP_THREADS = 8  # without http_threads
 FIRST_CALLS_S = 0.05  # for each model
-FEWEST_FIRST_CALLS = 2
 COMPANION_BACKEND = "companion"
 _POLL_S = 0.03
 _STOP_POLL_S = 0.2
@@ -465,14 +464,11 @@ class EmbeddedServer:
         self._wait_live(deadline)
         with self.control() as control:
             failed = []
-            took_s: dict[str, float] = {}
             for name in self.models:
                 try:
                     for state in control.wait_ready(name, deadline):
                         left = max(1.0, deadline - time.monotonic())
-                        asked = time.monotonic()
                         control.probe(name, self._probe_inputs.get(name), version=state.version, timeout_s=left)
-                        took_s[name] = time.monotonic() - asked
                 except ServerError as error:
                     self._raise_if_ended()
                     unexplained = isinstance(error, NotLoadedError) and not error.reason
@@ -485,18 +481,16 @@ class EmbeddedServer:
         if failed:
             raise ServerError(self._not_ready(failed))
         if self._warms_http:
-            self._warm_http(took_s)
+            self._warm_http()
         self.progress(f"ready in {time.monotonic() - began:.1f} s")
 
-    def _warm_http(self, took_s: Mapping[str, float]) -> None:
-        """Each model a few times, quick ones as often as it takes to reach every HTTP thread of Triton twice."""
+    def _warm_http(self) -> None:
         from tritonpilot import first_calls
 
         threads = self._http_threads or TRITONS_HTTP_THREADS
-        for name, seconds in took_s.items():
+        for name in self.models:
             if (inputs := self._probe_inputs.get(name)) is not None:
-                calls = max(FEWEST_FIRST_CALLS, min(2 * threads, int(FIRST_CALLS_S / seconds)))
-                first_calls.call(self.endpoints.http, name, inputs, connections=threads, calls=calls)
+                first_calls.call(self.endpoints.http, name, inputs, connections=threads, seconds=FIRST_CALLS_S)
 
     def _wait_live(self, deadline: float) -> None:
         """Wait until the front ends answer, which they do when the models of the start have loaded or failed."""
