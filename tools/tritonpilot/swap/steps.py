@@ -46,6 +46,7 @@ BUSY_S = 10.0
 POLL_S = 0.05
 QUIET_S = 2.0  # without a request to the old versions: nobody calls them any more
 DRAIN_S = 120.0
+UNLOAD_S = 15.0  # of a candidate, which has few requests or none
 CACHED = "pilot_cache"
 UNHEALTHY = "is not healthy"  # a stub that has died
 
@@ -403,8 +404,18 @@ def load(work: Work, name: str, served: Sequence[int]) -> None:
 
 
 def unload(control: Control, name: str) -> None:
-    """Unload a model, if it is loaded."""
-    if any(each.name == name and each.state in ("READY", "LOADING", "UNLOADING") for each in control.index()):
+    """Unload a model, if it is loaded.
+
+    Triton 2.51 waits for ever for a stub that has died; loaded again, with a stub that lives, the model can be unloaded.
+    """
+    if not any(each.name == name and each.state in ("READY", "LOADING", "UNLOADING") for each in control.index()):
+        return
+    try:
+        control.unload(name, timeout_s=UNLOAD_S)
+    except ServerError:
+        if not any(each.name == name and each.state == "UNLOADING" for each in control.index()):
+            raise
+        control.load(name, probe=False)
         control.unload(name)
 
 
