@@ -194,7 +194,6 @@ OPEN = {
     "swap_refuses_bad": "its full run is to come",
     "swap_kill_each_step": "its full run is to come",
     "guard_detects": "its full run is to come",
-    "cache_lfu": "its full run is to come",
     "cold_start": "its full run is to come",
     "tuner_regret": "its full run is to come",
     "tuner_vs_model_analyzer": "its run is to come",
