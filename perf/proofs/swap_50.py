@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from perf import generations, memory
+from perf.apart import LoadApart
 from perf.frame import Bench, NoisyRoundError, Outcome
-from perf.generations import Call, Load, Rate
+from perf.generations import Call, Rate
 from perf.swapping import Ran, Site, switched
 from tritonpilot.errors import MeasurementError
 
@@ -72,7 +73,7 @@ def _round(bench: Bench) -> Outcome:
         count = SETTLE + (QUICK_SWAPS if bench.quick else SWAPS)
         for number in range(count):  # not under load, whose thread shares this process
             site.files(_service(number), number + 1)
-        with Load(site.server.endpoints, rates) as load:
+        with LoadApart(site.server.endpoints, rates) as load:
             load.wait_for_answers()
             done = [_swap(site, number, 0.0) for number in range(SETTLE)]
             time.sleep(CALM_S)
