@@ -46,7 +46,7 @@ class LoadApart:
     def take(self) -> list[Call]:
         """As Load's."""
         if self._process.is_alive():
-            return self._asked("take")
+            self._rest += self._asked("take")
         rest, self._rest = self._rest, []
         return rest
 
