@@ -98,8 +98,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
     write(repository, "classes", PYTHON + CLASSES)
     write(repository, "inner", PYTHON)
     write(repository, "outer", ENSEMBLE)
-    for number in range(6):
-        write(repository, f"fresh{number}", PYTHON)
+    write(repository, "versioned", PYTHON)
+    write(repository, "replaced", PYTHON)
     with EmbeddedServer(repository) as server:
         yield server
 
@@ -227,16 +227,16 @@ def test_an_answer_is_byte_for_byte_tritons(triton: EmbeddedServer, front: dict[
 
 @BY_WAY
 def test_what_is_asked_at_once_is_computed_once(front: dict[str, str], ask: Callable[..., Any]) -> None:
-    until_cached(ask, front, "fresh0", [1.0, 0.0])
-    before = figures(front, "fresh0")
+    until_cached(ask, front, "plain", [1.0, 0.0])
+    before = figures(front, "plain")
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: ask(front, "fresh0", [float(WAYS.index(ask)), 0.5, 9.0]), range(8)))
+        answers = list(threads.map(lambda _: ask(front, "plain", [float(WAYS.index(ask)), 0.5, 9.0]), range(8)))
 
     assert len({numbers(each) for each in answers}) == 1
-    after = figures(front, "fresh0")
+    after = figures(front, "plain")
     assert after["miss"] - before["miss"] == 1
     assert after["joined"] + after["hit"] - before["joined"] - before["hit"] == 7
-    assert figures(front, "fresh0", "pilot_cache_saved_seconds_total")["fresh0"] > 1
+    assert figures(front, "plain", "pilot_cache_saved_seconds_total")["plain"] > 1
 
 
 @pytest.mark.parametrize("ask", WAYS[:2], ids=["http", "grpc"])
@@ -245,49 +245,49 @@ def test_an_error_is_not_kept_and_those_who_waited_ask_for_themselves(
 ) -> None:
     def refused(_: int) -> str:
         with pytest.raises(InferenceServerException, match="negative"):
-            ask(front, "fresh1", [-1.0, 0.2])
+            ask(front, "plain", [-1.0, 0.2])
         return "refused"
 
-    before = numbers(until_cached(ask, front, "fresh1", [1.0, 0.0, float(WAYS.index(ask))]))[0]
+    before = numbers(until_cached(ask, front, "plain", [11.0, 0.0, float(WAYS.index(ask))]))[0]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(refused, range(4))) == ["refused"] * 4
     refused(0)
-    assert numbers(ask(front, "fresh1", [2.0, 0.0, float(WAYS.index(ask))]))[0] == before + 6
+    assert numbers(ask(front, "plain", [12.0, 0.0, float(WAYS.index(ask))]))[0] == before + 6
 
 
 def test_who_waits_for_another_has_a_deadline_of_his_own(front: dict[str, str]) -> None:
-    until_cached(over_http, front, "fresh2", [1.0, 0.0])
-    until_cached(over_grpc, front, "fresh2", [1.0, 0.0])
+    until_cached(over_http, front, "plain", [1.0, 0.0])
+    until_cached(over_grpc, front, "plain", [1.0, 0.0])
     for ask, late, more in (
         (over_http, "same request is under way", {"headers": {"tritonpilot-deadline-ms": "100"}}),
         (over_grpc, "(?i)deadline", {"client_timeout": 0.1}),
     ):
-        first = threading.Thread(target=ask, args=(front, "fresh2", [2.0, 1.0]))
+        first = threading.Thread(target=ask, args=(front, "plain", [2.0, 1.0]))
         first.start()
         time.sleep(0.3)
         began = time.monotonic()
         with pytest.raises(InferenceServerException, match=late):
-            ask(front, "fresh2", [2.0, 1.0], **more)
+            ask(front, "plain", [2.0, 1.0], **more)
         assert time.monotonic() - began < 0.5
         first.join()
-        assert numbers(ask(front, "fresh2", [2.0, 1.0]))[1] == 1
+        assert numbers(ask(front, "plain", [2.0, 1.0]))[1] == 1
 
 
 def test_who_asked_first_may_leave(front: dict[str, str]) -> None:
-    until_cached(over_grpc, front, "fresh3", [1.0, 0.0])
+    until_cached(over_grpc, front, "plain", [1.0, 0.0])
 
     async def leave() -> None:
         async with tritonclient.grpc.aio.InferenceServerClient(front["grpc"]) as client:
             tensor = tritonclient.grpc.InferInput("INPUT", [1, 2], "FP32")
             tensor.set_data_from_numpy(np.array([[4.0, 0.6]], np.float32))
-            task = asyncio.ensure_future(client.infer("fresh3", [tensor]))
+            task = asyncio.ensure_future(client.infer("plain", [tensor]))
             await asyncio.sleep(0.2)
             task.cancel()
 
     with ThreadPoolExecutor(1) as threads:
         leaving = threads.submit(asyncio.run, leave())
         time.sleep(0.4)
-        assert numbers(over_grpc(front, "fresh3", [4.0, 0.6]))[1] == 1
+        assert numbers(over_grpc(front, "plain", [4.0, 0.6]))[1] == 1
         leaving.result()
 
 
@@ -347,12 +347,16 @@ def changing(name: str, repository: Path, control: Control) -> dict[str, Callabl
         control.unload(name)
         control.load(name)
 
-    return {"fresh4": new_version, "fresh5": in_place, "inner": in_place}
+    return {"versioned": new_version, "replaced": in_place, "inner": in_place}
 
 
 @pytest.mark.parametrize(
     ("asked", "changed"),
-    [("fresh4", "fresh4"), pytest.param("fresh5", "fresh5", marks=pytest.mark.proof), ("outer", "inner")],
+    [
+        ("versioned", "versioned"),
+        pytest.param("replaced", "replaced", marks=pytest.mark.proof),
+        pytest.param("outer", "inner", marks=pytest.mark.proof),
+    ],
     ids=["version", "in place", "step"],
 )
 def test_no_answer_of_the_old_model_comes_later_than_the_lease(
