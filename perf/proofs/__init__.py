@@ -174,14 +174,14 @@ CLAIMS = {
               "executions is found, at most, of inputs that differ and that repeat; an alert of a drift within 60 s, none in "
               "an hour of a real day"),
         Claim("cache_lfu", cache.cache_lfu, "of LRU's hit ratio", Bar(">", 1), "hit ratio of the entry's cache on 100,000 recorded "
-              "requests, a tenth of the answers fits, against LRU's; a hit of `text` takes at most half as long, no stale answer in swaps "
-              "under load, no tenant gets another's", needs_quiet=True),
+              "requests, a tenth of the answers fits, against LRU's; a hit of `text` takes at most half as long, no stale answer "
+              "in swaps under load, no tenant gets another's", needs_quiet=True),
         Claim("cold_start", cold_start.cold_start, "of a later request", Bar("<=", 1.2), "the first request after a start against "
               "the P50 of later ones, slowest example; how long each takes from the command to its first answer, before and now",
               needs_quiet=True),
         Claim("heal_stub", heal_stub.heal_stub, "s", Bar("<", 3), "from kill -9 of a stub under load to the next answer, longest "
-              "of 24 kills in 10 minutes; only requests in that stub fail, the alert fires, and a stub stopped for 3 s, which aborts "
-              "the server, costs less than 5 s", needs_quiet=True),
+              "of 24 kills in 10 minutes; only requests in that stub fail, the alert fires, and a stub stopped for 3 s, which "
+              "aborts the server, costs less than 5 s", needs_quiet=True),
         Claim("demo_time", demo.demo_time, "s", Bar("<", 600), "seconds of `make demo` in a fresh clone with an empty home; "
               "its second run under 60 s"),
     )

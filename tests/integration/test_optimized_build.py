@@ -15,7 +15,8 @@ from tritonpilot import optimized, repository
 from tritonpilot.server import EmbeddedServer
 
 WIDTH = 1024  # 4 MiB of weights
-SERVICE = "service: {name}\nmodel: {{file: model.onnx, samples: samples.npz}}\nbatching: {{max_batch_size: 8}}\nwarmup: {{batch_sizes: [1]}}\n"
+SERVICE = "service: {name}\nmodel: {{file: model.onnx, samples: samples.npz}}\nbatching: {{max_batch_size: 8}}\n"
+SERVICE += "warmup: {{batch_sizes: [1]}}\n"
 COMMAND = [str(Path(sys.executable).with_name("tritonpilot"))]
 
 

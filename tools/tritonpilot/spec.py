@@ -363,7 +363,7 @@ class Cache(Written):
     """Answers that are given again to who asks the same (docs/caching.md)."""
 
     kind: Literal["lfu", "triton"] = Field(
-        description="lfu: in the entry, per tenant, keeps what is asked most; triton: Triton's own, the last asked, for all models together"
+        description="lfu: in the entry, per tenant, keeps what is asked most; triton: Triton's own, what was asked last"
     )
     max_mb: Annotated[float, Field(gt=0, le=65536)] | None = Field(None, description="of lfu; default: 64")
     ttl_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
