@@ -1,6 +1,6 @@
 """Does this service answer? Exits with 0 when every URL answers with 2xx, or with 1 and a line that says which does not.
 
-    python3 healthcheck.py http://127.0.0.1:8100/v2/health/ready
+    python3 healthcheck.py http://127.0.0.1:8100/v2/health/live
 
 The health check of the containers entry and watch: standard library only.
 """

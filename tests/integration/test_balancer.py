@@ -50,6 +50,21 @@ for url in sys.argv[1:]:
     with Client(url) as client:
         client.predict("identity", {"INPUT": numpy.zeros((1, 2), numpy.float32)}, deadline_ms=10_000)
 """
+SLOW_TO_LOAD = """
+import time
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(2.5)
+
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(each, "x").as_numpy())])
+            for each in requests
+        ]
+"""
 Pair = tuple[EmbeddedServer, EmbeddedServer]
 
 
@@ -352,6 +367,33 @@ def test_the_body_of_a_probe_fits_the_model_and_the_buffer() -> None:
 
 
 # NOTE: last, for it ends both servers.
+def test_a_triton_that_loads_a_model_stays_in(tritons: Pair, balancer: Balancer) -> None:
+    """It says all the while that it is not ready, and serves all that it served."""
+    (first, _), name = tritons, f"http_servers/{tritons[0].endpoints.http}"
+    slow = Path(first.repository) / "slow"
+    (slow / "1").mkdir(parents=True)
+    (slow / "config.pbtxt").write_text(
+        'backend: "python"\ninput { name: "x" data_type: TYPE_FP32 dims: 1 }\noutput { name: "y" data_type: TYPE_FP32 dims: 1 }\n'
+    )
+    (slow / "1" / "model.py").write_text(SLOW_TO_LOAD)
+    seen: set[str] = set()
+    refused = 0
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(first.load, "slow")
+        while not loading.done():
+            seen.add(balancer.states()[name])
+            try:
+                urllib.request.urlopen(f"http://{first.endpoints.http}/v2/health/ready").close()
+            except urllib.error.HTTPError:
+                refused += 1
+            time.sleep(0.05)
+        loading.result()
+    first.unload("slow")
+
+    assert refused > 10, "Triton is taken for ready while it loads: ask it whether it is"
+    assert seen == {"UP"}
+
+
 def test_a_triton_without_a_stub_and_one_that_was_killed_are_left_out(tritons: Pair, tmp_path: Path) -> None:
     first, second = tritons
     errors: list[str] = []
