@@ -361,6 +361,22 @@ def test_after_a_failed_change_the_truth_is_what_the_server_has() -> None:
     assert f"{decision.target.describe()} could not be set" in run.step(1500).reason
 
 
+def test_what_could_not_be_set_is_tried_again_soon_and_then_less_and_less_often() -> None:
+    """Growing alone helps here: a Triton that refused once must not keep the policy from it for ten minutes."""
+    run = Run(policy(instances={"min": 1, "max": 2}))
+    run.steady(100, 60)
+    was = run.paper.knobs
+    tried_s = []
+    while len(tried_s) < 4:
+        decision = run.step(1500)
+        if decision.action == "change":
+            tried_s.append(run.paper.now_s)
+            run.state, run.paper.knobs = after(run.state, decision, was, run.paper.now_s), was
+    pauses_s = [later - sooner for sooner, later in itertools.pairwise(tried_s)]
+    assert pauses_s[0] <= 30
+    assert all(1.5 <= later / sooner <= 3 for sooner, later in itertools.pairwise(pauses_s))
+
+
 # -- Delay and limits
 
 

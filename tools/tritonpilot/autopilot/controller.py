@@ -69,7 +69,7 @@ def decide(policy: ModelPolicy, state: State, seen: Observation, model: Model | 
 def after(state: State, decision: Decision, knobs: Knobs, at_s: float) -> State:
     """What is true once a decision was carried out, or was not: `knobs` is what the server has now.
 
-    A target that could not be reached is not tried again for a while.
+    A target that could not be reached is tried again after a pause, which doubles.
     """
     if decision.target is None:
         return state

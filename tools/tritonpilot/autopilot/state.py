@@ -97,11 +97,14 @@ class State:
         return asdict(self)
 
     def failed(self, wanted: Knobs, now: Knobs, at_s: float, rest_s: float, avoid_s: float) -> State:
-        """With `now` for what is there, as a change did not come about: each further one in a row is tried half as soon."""
+        """With `now` for what is there, as a change did not come about.
+
+        It is tried again after `rest_s`, after twice as long for each further failure in a row, and after `avoid_s` at the latest.
+        """
         load = self.samples[-1].arrivals_per_s if self.samples else 0.0
         pause_s = min(avoid_s, rest_s * 2**self.failures)
         return replace(
-            self.with_avoided(Avoided(wanted, at_s + avoid_s, load)),
+            self.with_avoided(Avoided(wanted, at_s + pause_s, load)),
             wanted=now,
             previous=None,
             trial=None,
