@@ -32,6 +32,7 @@ from tritonpilot.autopilot.record import Entry, Folder
 from tritonpilot.autopilot.run import once
 from tritonpilot.autopilot.terms import Knobs
 from tritonpilot.client import Client
+from tritonpilot.costs import Costs
 from tritonpilot.errors import HostError, SpecError
 from tritonpilot.server import EmbeddedServer
 from tritonpilot.top import Endpoints
@@ -289,6 +290,37 @@ def test_a_wrong_policy_file_is_refused_at_the_start(server: EmbeddedServer, pol
 
     with pytest.raises(SpecError, match="min 3 is above max 1"):
         once(settings_of(server, policy), None)  # type: ignore[arg-type]
+
+
+def test_where_it_waits_for_a_policy_models_follow_when_the_file_is_right(server: EmbeddedServer, policy: Path) -> None:
+    """In a pod its end would take a Triton out of service that is well."""
+    policy.write_text(POLICY.replace("min: 1, max: 3", "min: 3, max: 1"))
+    with piloting(server, policy, waits_for_policy=True) as piloted:
+        assert piloted.pilot.step() == []
+        assert piloted.pilot.step() == []
+        assert piloted.events() == ["policy"]
+        assert "min 3 is above max 1" in piloted.told[0].said
+        assert "No model is looked after until the file is right" in piloted.told[0].said
+        assert piloted.pilot.metrics.policy_trouble
+
+        policy.write_text(POLICY)
+        assert piloted.until(lambda _: True).model == "slow"
+        assert not piloted.pilot.metrics.policy_trouble
+
+
+def test_costs_are_read_again_when_they_change(server: EmbeddedServer, policy: Path) -> None:
+    costs = policy.with_name("costs.json")
+    Costs(rows=(1,), execution_us=(100_000.0,), request_us=5.0).write(costs)
+    policy.write_text(POLICY.replace("queue_depth\n", "model\n", 1) + "    costs: costs.json\n    slo_ms: 2000\n")
+    with piloting(server, policy) as piloted:
+        piloted.pilot.step()
+        Costs(rows=(1,), execution_us=(200_000.0,), request_us=5.0).write(costs)
+        piloted.pilot.step()
+        assert piloted.events() == ["policy"]
+        assert "read again" in piloted.told[0].said
+        costs.write_text("{")
+        piloted.pilot.step()
+        assert "What was read before stays in force" in piloted.told[1].said
 
 
 @pytest.fixture

@@ -73,6 +73,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8104
     is_dry_run: bool = False
+    waits_for_policy: bool = False
+    """A wrong policy file at the start ends nothing: models follow when it is right."""
 
     def source(self, interval_s: float) -> Source:
         """Where figures come from. Raises SpecError for a wrong address."""
@@ -89,6 +91,10 @@ class Settings:
                 "was started. Name it, or leave --instance out."
             )
         return Pages(Watched(metrics=self.metrics, http="", entry=self.entry))
+
+
+#: Before a policy file has ever been right.
+NOBODY = Policy.model_construct(interval_s=5.0, models=[])
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,9 @@ class Autopilot:
         self._settings, self._folder, self._actor = settings, folder, actor
         self.metrics = metrics or AutopilotMetrics(settings.is_dry_run)
         self._tell = tell
-        self._print = _fingerprint(settings.policy)
-        self.policy, self._costs = _read(settings.policy)
+        before = _fingerprint(settings.policy)  # what changes while it is read is read again
+        self.policy, self._costs = self._first_policy()
+        self._prints = (before, *self._fingerprints()[1:])
         self._source = settings.source(self.policy.interval_s)
         self._models: dict[str, Model] = {}
         self._problems: dict[str, str] = {}
@@ -147,6 +154,16 @@ class Autopilot:
         self._away.update(self._memories)  # the server may have been started again meanwhile
         # Goes on where it stood, also over a restart of this machine and a clock that was set back.
         self._clock_offset_s = max(time.time(), clock_s) - time.monotonic()
+
+    def _first_policy(self) -> tuple[Policy, Mapping[str, Costs]]:
+        try:
+            return _read(self._settings.policy)
+        except SpecError as error:
+            if not self._settings.waits_for_policy:
+                raise
+            self.metrics.policy_trouble = True
+            self.log(Entry("", "policy", f"{error} No model is looked after until the file is right."))
+            return NOBODY, {}
 
     def now_s(self) -> float:
         """The clock of observations."""
@@ -178,10 +195,10 @@ class Autopilot:
         return entries
 
     def _follow_policy(self) -> None:
-        found = _fingerprint(self._settings.policy)
-        if found == self._print:
+        found = self._fingerprints()
+        if found == self._prints:
             return
-        self._print = found
+        self._prints = found
         try:
             fresh, costs = _read(self._settings.policy)
         except SpecError as error:
@@ -194,8 +211,14 @@ class Autopilot:
             self.metrics.forget(model)
             self._problems.pop(model, None)
         self.policy, self._costs, self._models = fresh, costs, {}
+        self._prints = (found[0], *self._fingerprints()[1:])
         self._source = self._settings.source(fresh.interval_s)
         self.log(Entry("", "policy", f"The policy file was read again: {said_of(fresh)}."))
+
+    def _fingerprints(self) -> tuple[tuple[int, ...], ...]:
+        """Of the policy file, and of the costs that the policy in force names."""
+        costs = [self.policy.folder / each.costs for each in self.policy.models if each.costs is not None]
+        return tuple(_fingerprint(path) for path in (self._settings.policy, *costs))
 
     def _decided(self, written: ModelPolicy, now: Reading) -> _Plan | None:
         """The decision for one model; None where not even its settings are known."""
@@ -391,6 +414,8 @@ def _fingerprint(path: Path) -> tuple[int, ...]:
 
 def said_of(of: Policy) -> str:
     """The policy in a few words."""
+    if of is NOBODY:
+        return "no model yet"
     return ", ".join(f"{each.model} ({each.policy})" for each in of.models) + f" every {of.interval_s:g} s"
 
 

@@ -52,6 +52,14 @@ def command(
     port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8104,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide and tell, change nothing.")] = False,
     is_once: Annotated[bool, typer.Option("--once", help="One interval, one decision a model; then end.")] = False,
+    wait_for_policy: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-policy",
+            help="Do not end when POLICY is wrong at the start, but wait until it is right: for a container whose end takes others "
+            "out of service.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Let queue delay, instances and class limits of a running Triton follow its traffic, within the bounds of a policy file."""
@@ -77,6 +85,7 @@ def command(
         host=host,
         port=port,
         is_dry_run=dry_run,
+        waits_for_policy=wait_for_policy and not is_once,
     )
 
     def tell(told: Entry) -> None:

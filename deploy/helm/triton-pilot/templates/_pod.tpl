@@ -124,6 +124,7 @@
     {{- end }}
     - --repository=/models
     - --state=/var/lib/tritonpilot
+    - --wait-for-policy # or the pod would not be ready for a mistake in it
     - --control-key-file=/run/secrets/tritonpilot/triton_control_key
   env:
     - {name: NUMBA_CACHE_DIR, value: /tmp/numba} # the compiled simulator
