@@ -377,7 +377,8 @@ def test_the_autopilot_has_the_options_of_compose(rendered: dict[str, list[Docum
 
     assert made["command"][:3] == compose["autopilot"]["command"].split()[:3]
     options = set(re.findall(r"--[a-z-]+", compose["autopilot"]["command"]))
-    assert {option.partition("=")[0] for option in made["command"][3:]} == options
+    # In a pod its end would take Triton out of service.
+    assert {option.partition("=")[0] for option in made["command"][3:]} == options | {"--wait-for-policy"}
     assert made["env"] == [
         {"name": name, "value": value} for name, value in compose["autopilot"]["environment"].items()
     ]
