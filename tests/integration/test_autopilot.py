@@ -367,6 +367,7 @@ def test_what_is_seen_is_what_was_sent_from_the_pages_and_from_a_prometheus(
         with scraping(tmp_path, jobs, every_s=1) as running:
             call(entry.http, 1)
             running.wait_for('processed_requests_total{status="ok"} >= 1', PATIENCE_S)
+            running.wait_for("nv_inference_request_success >= 1", PATIENCE_S)
             source = Prometheus(running.url, patience_s=5)
             before = [observe.read(each, server.endpoints.grpc) for each in (pages(server, entry.metrics), source)]
             call(entry.http, 50)
@@ -471,3 +472,11 @@ def test_once_prints_a_decision_a_model(server: EmbeddedServer, policy: Path) ->
 
     assert (decided["model"], decided["event"]) == ("slow", "keep")
     assert decided["seen"]["knobs"]["instances"] == 1
+    assert "key was missing or wrong" not in done.stderr
+
+    environment["TRITONPILOT_CONTROL_KEY"] = "another-key-0123456789"
+    done = subprocess.run(
+        [*argv, "--state", str(policy.parent / "state")], capture_output=True, text=True, env=environment, check=True
+    )
+    assert "the key was missing or wrong" in done.stderr, "before a change fails for it"
+    assert "Until then no change will come about" in done.stderr

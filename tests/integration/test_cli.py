@@ -58,6 +58,7 @@ def test_build_then_check_then_drift(project: Path) -> None:
         "writes_config": True,
         "writes_warmup": False,
         "changes": True,
+        "is_held": False,
     }
     assert run(project, "build", "--check").returncode == 0
     assert run(project, "build").stdout == "iris: up to date (version 1)\n"

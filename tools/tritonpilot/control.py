@@ -65,6 +65,10 @@ class BusyError(ServerError):
     """A model's queue policy turned a request away: its queue is full, or the request waited too long in it."""
 
 
+class RestrictedError(ServerError):
+    """The server's control key was missing or wrong."""
+
+
 @dataclass(frozen=True)
 class Duration:
     """How often something happened to a model, and how long it took in all, in nanoseconds."""
@@ -285,7 +289,7 @@ class Control:
             return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as failed:
             if "This protocol is restricted" in failed.details():
-                raise ServerError(
+                raise RestrictedError(
                     f"Triton at {self.endpoint} refused to {what}: this API is restricted, and the key was missing or wrong. "
                     "Nothing was changed. Set TRITONPILOT_CONTROL_KEY to the key that the server was started with."
                 ) from None

@@ -21,7 +21,7 @@ from tritonpilot import metrics
 from tritonpilot.autopilot import live
 from tritonpilot.autopilot.knobs import as_written, is_same_but_knobs, knobs_of, with_knobs, with_spare
 from tritonpilot.autopilot.terms import Knobs, Way
-from tritonpilot.control import BusyError, Control
+from tritonpilot.control import BusyError, Control, RestrictedError
 from tritonpilot.errors import MeasurementError, RepositoryError, ServerError
 from tritonpilot.model_config import ModelConfig, parse
 from tritonpilot.probes import probe_of
@@ -66,6 +66,15 @@ class Actor:
     def close(self) -> None:
         """Close the connection."""
         self._control.close()
+
+    def check_key(self) -> None:
+        """Raise RestrictedError when the server does not take the key; nothing where it is not there."""
+        try:
+            self._control.index(timeout_s=ANSWER_TIMEOUT_S)
+        except RestrictedError:
+            raise
+        except ServerError:
+            return
 
     def knobs(self, model: str) -> Knobs:
         """What the server has now; of its own delay and a live one the longer. Raises ServerError."""

@@ -42,6 +42,10 @@ PATIENCE_INTERVALS = 3
 class Acts(Protocol):
     """Who changes a running Triton. Its methods raise PilotError, with what is true then."""
 
+    def check_key(self) -> None:
+        """Raise when a server that is there would refuse every change."""
+        ...
+
     def knobs(self, model: str) -> Knobs:
         """What the server has now."""
         ...
@@ -172,6 +176,13 @@ class Autopilot:
     def left_s(self) -> float:
         """Until this interval is as long as the policy wants it."""
         return self._began_s + self.policy.interval_s - time.monotonic()
+
+    def check_key(self) -> None:
+        """Say at once when a server that is there would refuse every change."""
+        try:
+            self._actor.check_key()
+        except PilotError as error:
+            self.log(Entry("", "problem", f"{error} Until then no change will come about."))
 
     def look(self) -> None:
         """Begin an interval."""

@@ -42,6 +42,7 @@ def run(
             on_ready(Endpoints(address))
             dry = " Nothing is changed: it is a dry run." if settings.is_dry_run else ""
             pilot.log(Entry("", "started", f"The autopilot follows {said_of(pilot.policy)}.{dry}"))
+            pilot.check_key()
             pilot.look()
             while not stopped.is_set_within(pilot.left_s()):
                 pilot.step()
@@ -53,6 +54,7 @@ def once(settings: Settings, actor: Acts, tell: Callable[[Entry], None] = lambda
     """Look for one interval, decide once for each model, and do it. Raises as `run`, and nothing for a Triton that is not there."""
     with Folder(settings.state) as folder:
         pilot = Autopilot(settings, folder, actor, tell=tell)
+        pilot.check_key()
         pilot.look()
         for _ in range(PATIENCE_INTERVALS):  # a Prometheus may scrape more rarely
             time.sleep(max(0.0, pilot.left_s()))

@@ -89,7 +89,7 @@ class Journal:
         """All of it, oldest first, without a line that its writer did not end. Raises RepositoryError when it cannot be read."""
         try:
             text = self.file.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, UnicodeDecodeError) as error:
             raise RepositoryError(f"The journal {self.file} cannot be read: {error}. Nothing was changed.") from None
