@@ -35,7 +35,7 @@ COPIED_FILES = (".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml",
 COPIED_FOLDERS = ("deploy", "python_backend", "tools/tritonpilot", "perf/locust")
 PORTS = ("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT", "ENTRY_HTTP_PORT", "ENTRY_GRPC_PORT",
          "ENTRY_METRICS_PORT", "WATCH_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT", "GRAFANA_PORT", "BALANCER_HTTP_PORT",
-         "BALANCER_GRPC_PORT", "BALANCER_STATS_PORT", "AUTOPILOT_PORT")  # fmt: skip
+         "BALANCER_GRPC_PORT", "BALANCER_STATS_PORT", "AUTOPILOT_PORT", "SUPERVISE_PORT")  # fmt: skip
 SERVICES = ("triton", "entry", "watch", "prometheus", "alertmanager", "grafana")
 GRAFANA = "grafana/grafana:12.1.1"
 KEY = "a-key-of-the-tests-0123456789"

@@ -52,6 +52,15 @@ for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
     if name.read_text().startswith("tritonserver"):
         os.kill(int(name.parent.name), 9)
 """
+KILL_A_STUB = """
+import os, pathlib
+stubs = [each for each in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"triton_python_backend_stub" in each.read_bytes()[:200]]
+os.kill(int(sorted(stubs)[0].parent.name), 9)
+"""
+POLICY = """
+interval_s: 1
+models: [{model: echo, policy: queue_depth, instances: {min: 2, max: 2}, cooldown_s: 1}]
+"""
 HEALTHY_S = 30.0
 PATIENCE_S = 90.0  # for a condition that comes; how long an alert may take is measured by the proof `alerts`
 
@@ -330,6 +339,37 @@ def test_prometheus_names_a_full_disk_and_goes_on_when_there_is_space(other: Dep
         other.compose("down")
         docker("rm", "--force", holder)
         docker("volume", "rm", volume)
+
+
+def test_the_autopilot_sets_what_its_policy_wants_and_the_supervisor_replaces_a_dead_stub(
+    deployment: Deployment,
+) -> None:
+    (deployment.folder / "deploy" / "autopilot" / "autopilot.yaml").write_text(POLICY)
+    try:
+        deployment.up("autopilot", "supervise")
+
+        def told() -> str:
+            return deployment.compose("logs", "--no-color", "autopilot", "supervise").stdout
+
+        def instances() -> int:
+            config = get(deployment, "TRITON_HTTP_PORT", "/v2/models/echo/config")
+            return sum(group["count"] for group in config["instance_group"])
+
+        wait_for(lambda: instances() == 2, told)
+        healed = "supervisor_heals_total"
+        assert sum_of(deployment, "SUPERVISE_PORT", healed) == 0
+        deployment.compose("exec", "-T", "triton", "python3", "-c", KILL_A_STUB)
+        wait_for(lambda: sum_of(deployment, "SUPERVISE_PORT", healed) > 0, told)
+        wait_for(lambda: all(answers(deployment, "TRITON_HTTP_PORT") for _ in range(8)), told)
+        assert health(deployment, "autopilot") == health(deployment, "supervise") == "healthy"
+    finally:
+        deployment.compose("rm", "--force", "--stop", "autopilot", "supervise")
+
+
+def sum_of(deployment: Deployment, variable: str, name: str) -> float:
+    """All values of a metric."""
+    lines = text(f"http://127.0.0.1:{deployment.ports[variable]}/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
 def build_echo(models: Path) -> Callable[[Path], None]:
