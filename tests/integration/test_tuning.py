@@ -57,6 +57,7 @@ def faster(costs: Costs, by: float) -> Costs:
 
 
 @pytest.mark.server
+@pytest.mark.proof  # half a minute
 def test_a_rate_that_the_server_does_not_stand_is_lowered(tmp_path: Path) -> None:
     """Costs that are 30 % too low promise more requests than the device can serve."""
     service = emulated.services_of(tmp_path, {"device": TEXT})["device"]
