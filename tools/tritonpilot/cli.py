@@ -32,6 +32,7 @@ from tritonpilot.commands.options import (
     REPOSITORY,
     Cpus,
     Json,
+    KeyFile,
     Models,
     Names,
     Repository,
@@ -178,10 +179,7 @@ def watch(
     every_s: Annotated[
         float, typer.Option("--every", help="Seconds from look to look.", min=0.5, max=3600, metavar="SECONDS")
     ] = 5.0,
-    control_key_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
-    ] = None,
+    control_key_file: KeyFile = None,
     models: Models = MODELS,
     is_once: Annotated[bool, typer.Option("--once", help="Look once; exit 9 when something is wrong.")] = False,
     as_json: Json = False,

@@ -60,7 +60,7 @@ def probe_of(model: Model, config: ModelConfig, folder: Path | None = None, inpu
             continue
         found = _zeros_or_warmup(tensor, config, folder) if given is None else _given(given)
         is_real, remark = is_real and found.is_real, remark or found.remark
-        datatype = _datatype(tensor.data_type)
+        datatype = datatype_of(tensor.data_type)
         request.inputs.add(name=tensor.name, datatype=datatype, shape=found.shape)
         request.raw_input_contents.append(varied(found.data, datatype) if config.response_cache.enable else found.data)
     if level := lowest_level(config):
@@ -102,7 +102,7 @@ def _zeros_or_warmup(tensor: Any, config: ModelConfig, folder: Path | None) -> _
     is_known = min(dims, default=1) > 0
     dims = [max(1, size) for size in dims]
     shape = [1, *dims] if config.max_batch_size else dims
-    zeros = bytes(math.prod(dims) * ELEMENT_BYTES[_datatype(tensor.data_type)])
+    zeros = bytes(math.prod(dims) * ELEMENT_BYTES[datatype_of(tensor.data_type)])
     if stated is not None and not stated.input_data_file:
         return _Tensor(shape, zeros, True)  # with which Triton warms it up, or with random numbers
     file = stated.input_data_file if stated is not None else warmup_file(tensor.name)
@@ -115,11 +115,12 @@ def _zeros_or_warmup(tensor: Any, config: ModelConfig, folder: Path | None) -> _
         return _Tensor(shape, zeros, False, remark)
     if stated is not None:
         return _Tensor(shape, data, True)
-    fits = is_known and (_datatype(tensor.data_type) == "BYTES" or len(data) == len(zeros))
+    fits = is_known and (datatype_of(tensor.data_type) == "BYTES" or len(data) == len(zeros))
     return _Tensor(shape, data if fits else zeros, False)
 
 
-def _datatype(number: int) -> str:
+def datatype_of(number: int) -> str:
+    """The KServe protocol's name of a type of ModelConfig: FP32, BYTES."""
     name: str = model_config_pb2.DataType.Name(number)[len("TYPE_") :]
     return "BYTES" if name == "STRING" else name
 

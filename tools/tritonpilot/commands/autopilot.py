@@ -10,11 +10,11 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tritonpilot.commands.options import REPOSITORY, Json, narrate
+from tritonpilot.commands.options import REPOSITORY, Json, KeyFile, narrate
 from tritonpilot.errors import RepositoryError
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def command(
     state: Annotated[
         Path, typer.Option(help="Folder for what is remembered, and the decision log; of one Triton each.")
     ] = STATE,
-    control_key_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
-    ] = None,
+    control_key_file: KeyFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8104,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide and tell, change nothing.")] = False,

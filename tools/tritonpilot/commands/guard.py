@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from tritonpilot import metrics, samples, spec
-from tritonpilot.commands.options import MODELS, REPOSITORY, Json, Models, finite, narrate, show
+from tritonpilot.commands.options import MODELS, REPOSITORY, Json, KeyFile, Models, finite, narrate, show
 from tritonpilot.errors import MeasurementError, PilotError, RepositoryError, SpecError
 from tritonpilot.guard.findings import Guarded, Trip, decide_trip, read
 
@@ -51,10 +51,7 @@ def command(
         typer.Option(help="With --learn: the file, for guard.reference of the service file; relative to this folder."),
     ] = None,
     triton_grpc: Annotated[str, typer.Option(help="Triton's gRPC service, for --learn and --trip.")] = "127.0.0.1:8001",
-    control_key_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
-    ] = None,
+    control_key_file: KeyFile = None,
     repository: Annotated[Path, typer.Option(help="The model repository that Triton serves, for --trip.")] = REPOSITORY,
     models: Models = MODELS,
     as_json: Json = False,

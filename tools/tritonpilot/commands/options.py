@@ -31,6 +31,19 @@ TargetOption = Annotated[
 ]
 Names = Annotated[Optional[list[str]], typer.Argument(help="Services; default: all.", metavar="SERVICE")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+KeyFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
+]
+LoadedModels = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--model", help="Load only this model (repeatable); default: all."),
+]
+HttpPort = Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)]
+GrpcPort = Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)]
+LogFile = Annotated[Optional[Path], typer.Option(help="Append Triton's log to this file.")]  # noqa: UP045
+CacheMb = Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)]
+RateLimit = Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")]
 Cpus = Annotated[str, typer.Option("--cpus", help="Pin to these CPUs, e.g. 0 or 0,2 or 0-3.", metavar="LIST")]
 
 MODELS = Path("models")

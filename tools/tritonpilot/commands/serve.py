@@ -17,7 +17,22 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
-from tritonpilot.commands.options import MODELS, REPOSITORY, Cpus, Json, Models, Repository, cpu_list, narrate
+from tritonpilot.commands.options import (
+    MODELS,
+    REPOSITORY,
+    CacheMb,
+    Cpus,
+    GrpcPort,
+    HttpPort,
+    Json,
+    LoadedModels,
+    LogFile,
+    Models,
+    RateLimit,
+    Repository,
+    cpu_list,
+    narrate,
+)
 from tritonpilot.commands.run import run
 from tritonpilot.server import EmbeddedServer, serve
 
@@ -29,22 +44,20 @@ EPILOG = "Example: tritonpilot serve --model ctr --http-port 9000 --json"
 
 def command(
     repository: Repository = REPOSITORY,
-    model: Annotated[
-        Optional[list[str]], typer.Option("--model", help="Load only this model (repeatable); default: all.")  # noqa: UP045
-    ] = None,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 8001,
+    model: LoadedModels = None,
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
     metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 picks a free one.", min=0, max=65535)] = 8002,
     cpus: Cpus = "",
-    log_file: Annotated[Optional[Path], typer.Option(help="Append Triton's log to this file.")] = None,  # noqa: UP045
+    log_file: LogFile = None,
     strict_config: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(
             help="Forbid Triton to complete a config.pbtxt, which takes a second and a half. [default: where all are the build's]"
         ),
     ] = None,
-    rate_limit: Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")] = False,
-    cache_mb: Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)] = 0,
+    rate_limit: RateLimit = False,
+    cache_mb: CacheMb = 0,
     http_threads: Annotated[
         int,
         typer.Option(

@@ -14,7 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from tritonpilot import build as building
-from tritonpilot.commands.options import MODELS, REPOSITORY, Cpus, Json, Models, Repository, cpu_list, narrate
+from tritonpilot.commands.options import (
+    MODELS,
+    REPOSITORY,
+    CacheMb,
+    Cpus,
+    GrpcPort,
+    HttpPort,
+    Json,
+    LoadedModels,
+    LogFile,
+    Models,
+    RateLimit,
+    Repository,
+    cpu_list,
+    narrate,
+)
 from tritonpilot.errors import RepositoryError, SpecError
 from tritonpilot.ports import choose_ports
 from tritonpilot.server import EmbeddedServer
@@ -37,16 +52,14 @@ def command(
     restart_command: Annotated[
         str, typer.Option(help="With --attach: what restarts that Triton, when reloading a model does not help.")
     ] = "",
-    model: Annotated[
-        Optional[list[str]], typer.Option("--model", help="Load only this model (repeatable); default: all.")  # noqa: UP045
-    ] = None,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 picks a free one.", min=0, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 8001,
+    model: LoadedModels = None,
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
     metrics_port: Annotated[int, typer.Option(help="Triton's metrics port; 0: a free one.", min=0, max=65535)] = 8002,
     cpus: Cpus = "",
-    log_file: Annotated[Optional[Path], typer.Option(help="Append Triton's log to this file.")] = None,  # noqa: UP045
-    cache_mb: Annotated[int, typer.Option(help="Size of Triton's response cache; 0: none.", min=0)] = 0,
-    rate_limit: Annotated[bool, typer.Option(help="Switch Triton's rate limiter on.")] = False,
+    log_file: LogFile = None,
+    cache_mb: CacheMb = 0,
+    rate_limit: RateLimit = False,
     host: Annotated[str, typer.Option(help="Address of the supervisor's own metrics.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Their port; 0 picks a free one.", min=0, max=65535)] = 8105,
     every_s: Annotated[

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import typer
 
-from tritonpilot.commands.options import MODELS, REPOSITORY, Json, Models, Repository, finite, narrate
+from tritonpilot.commands.options import MODELS, REPOSITORY, Json, KeyFile, Models, Repository, finite, narrate
 from tritonpilot.errors import RepositoryError, SpecError
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ T = TypeVar("T")
 ServiceName = Annotated[str, typer.Argument(help="Service.", metavar="SERVICE")]
 TritonGrpc = Annotated[str, typer.Option(help="Triton's gRPC service.")]
 TritonHttp = Annotated[str, typer.Option(help="Triton's HTTP service.")]
-KeyFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="File with Triton's control key; default: the variable, or the key that `serve` keeps."),
-]
 Nodes = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 from numpy.typing import NDArray
-from tritonclient.grpc import model_config_pb2, service_pb2
+from tritonclient.grpc import service_pb2
 
 from tritonpilot import samples
 from tritonpilot.control import BusyError, Control
 from tritonpilot.errors import ModelError, ServerError
-from tritonpilot.probes import lowest_level, probe_of, varied
+from tritonpilot.probes import datatype_of, lowest_level, probe_of, varied
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -44,7 +44,7 @@ class Asker:
         self._control = control
         self._row_s = BURST_S  # at most, by the last request
         self._level = lowest_level(self.config)
-        self._datatypes = {tensor.name: _datatype(tensor.data_type) for tensor in self.config.input}
+        self._datatypes = {tensor.name: datatype_of(tensor.data_type) for tensor in self.config.input}
         self._needed = [tensor.name for tensor in self.config.input if not tensor.optional]
 
     @property
@@ -145,8 +145,3 @@ def arrays_of(answer: service_pb2.ModelInferResponse) -> dict[str, Array]:
             )
         found[output.name] = array
     return found
-
-
-def _datatype(number: int) -> str:
-    name: str = model_config_pb2.DataType.Name(number)[len("TYPE_") :]
-    return "BYTES" if name == "STRING" else name
